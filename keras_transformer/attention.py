@@ -1,0 +1,312 @@
+"""Scaled dot-product attention and its multi-head layers: "Attention Is All You Need", section 3.2.
+
+Masks are boolean, True where a query may look. Letters: `B` batch, `T` queries, `S` keys, `D` width of the queries,
+`C` width of the context, `N` heads, `H` head size.
+"""
+
+import math
+
+import keras
+from keras import ops
+from keras.src.backend import get_keras_mask  # Keras has no public way to read the mask that travels with a tensor
+
+from keras_transformer.checks import check_count, check_mask, check_rate, check_vectors
+from keras_transformer.scopes import AttentionMaps, DecodingScope
+
+MASKED_SCORE = -(2.0**32) + 1  # far below any score; softmax is in float32, where it fits and its exponent is 0
+
+
+def lower_triangular_mask(num_queries, num_keys=None):
+    """Which keys each query of a decoder may look at: those at its own position and before.
+
+    With more keys than queries the queries are the last of them, as in decoding with a cache: the triangle is aligned
+    to the last key. Equal in number, it is the lower triangle of the sources (`tf.linalg.LinearOperatorLowerTriangular`).
+
+    Args:
+        num_queries: int or scalar int tensor, `T`.
+        num_keys: int or scalar int tensor, `S`; None for `T`.
+
+    Returns:
+        bool tensor `[T, S]`.
+
+    Example:
+    ```python
+    import keras_transformer as kt
+    mask = kt.lower_triangular_mask(2, 3)
+    assert mask.numpy().tolist() == [[True, True, False], [True, True, True]]
+    ```
+    """
+    num_keys = num_queries if num_keys is None else num_keys
+    queries = ops.arange(num_queries, dtype="int32")[:, None] + (num_keys - num_queries)
+    return ops.arange(num_keys, dtype="int32") <= queries
+
+
+def combine_masks(*masks):
+    """The masks that are not None, ANDed (they broadcast); None where nothing is masked."""
+    masks = [mask for mask in masks if mask is not None]
+    combined = masks.pop() if masks else None
+    for mask in masks:
+        combined = mask if mask is combined else ops.logical_and(combined, mask)
+    return combined
+
+
+def dot_product_attention(query, key, value, mask=None, dropout=0.0, seed=None):
+    """`softmax(query key^T / sqrt(H)) value`, for each head.
+
+    Vaswani et al. 2017, https://arxiv.org/abs/1706.03762, equation 1. Queries are scaled before the product, so that
+    float16 does not overflow; softmax is in float32. A query that may look nowhere gets weights and output of 0.
+
+    Args:
+        query: float tensor `[B, T, N, H]`.
+        key: float tensor `[B, S, N, H]`.
+        value: float tensor `[B, S, N, H]`.
+        mask: bool or integer tensor, non-zero where a query may look: `[T, S]` (`lower_triangular_mask` for a decoder),
+            `[B, T, S]`, `[B, 1, T, S]`, `[B, N, T, S]` or, for padding, `[B, 1, 1, S]`; None for everywhere.
+        dropout: float in [0, 1), dropout on the weights. There is no `training` here: 0 for inference.
+        seed: int or `keras.random.SeedGenerator` for the dropout.
+
+    Returns:
+        (output `[B, T, N, H]`, weights `[B, N, T, S]` before dropout), both of the dtype of `query`.
+
+    Raises:
+        ValueError: on a float mask or a mask of another shape.
+
+    Example:
+    ```python
+    import keras_transformer as kt
+    x = keras.random.normal((1, 3, 2, 4))
+    output, weights = kt.dot_product_attention(x, x, x, mask=kt.lower_triangular_mask(3))
+    np.testing.assert_allclose(weights[0, 0, 0], [1, 0, 0])
+    ```
+    """
+    if mask is not None:
+        mask = four_axes(mask, query.shape[1], key.shape[1], query.shape[2])
+    scale = 1 / math.sqrt(query.shape[-1])
+    scores = ops.einsum("btnh,bsnh->bnts", query * ops.cast(scale, query.dtype), key)
+    scores = ops.cast(scores, keras.backend.result_type(scores.dtype, "float32"))
+    if mask is not None:
+        scores = ops.where(mask, scores, ops.cast(MASKED_SCORE, scores.dtype))
+    # softmax over one key is 1; Keras warns about it, for most who write it mean another axis
+    weights = ops.ones_like(scores) if scores.shape[-1] == 1 else ops.softmax(scores, axis=-1)
+    weights = ops.cast(weights, query.dtype)  # [B, N, T, S]
+    if mask is not None:
+        somewhere = ops.any(mask, axis=-1, keepdims=True)  # [B or 1, N or 1, T, 1]
+        weights = weights * ops.cast(somewhere, weights.dtype)
+    dropped = keras.random.dropout(weights, dropout, seed=seed) if dropout else weights
+    return ops.einsum("bnts,bsnh->btnh", dropped, value), weights
+
+
+def four_axes(mask, queries, keys, heads, name="mask"):
+    """A checked attention mask as bool `[B or 1, N or 1, T, S]`."""
+    pair = queries, keys
+    mask = check_mask(name, mask, pair, ("B", *pair), ("B", 1, *pair), ("B", heads, *pair), ("B", 1, 1, keys))
+    while len(mask.shape) < 4:
+        mask = mask[None] if len(mask.shape) == 2 else mask[:, None]
+    return mask
+
+
+def padding_of(x, padding_mask, name):
+    """The explicit padding mask of `x`, checked, ANDed with the one that travels with `x`: bool `[B, S]` or None."""
+    if padding_mask is not None:
+        padding_mask = check_mask(name, padding_mask, ("B", x.shape[1]))
+    return combine_masks(get_keras_mask(x), padding_mask)
+
+
+def keys_mask(x, padding_mask, name):
+    """Hides the padding of `x` from every query: bool `[B, 1, 1, S]` or None."""
+    mask = padding_of(x, padding_mask, name)
+    return None if mask is None else mask[:, None, None]
+
+
+def project(dense, x):
+    """Applies a Dense layer to `[B, T, D]`, as one product of `B * T` rows.
+
+    On three axes TensorFlow multiplies batch row by batch row, and its gradient holds a kernel for each of them.
+    """
+    flat = dense(ops.reshape(x, (-1, x.shape[-1])))
+    return ops.reshape(flat, (*ops.shape(x)[:-1], flat.shape[-1]))
+
+
+class _MultiHeadAttention(keras.layers.Layer):
+    """What self- and cross-attention share: the projections and the way from vectors to heads and back."""
+
+    def __init__(self, num_heads, key_dim=None, dropout=0.0, use_bias=True, **kwargs):
+        super().__init__(**kwargs)
+        self.num_heads = check_count("num_heads", num_heads)
+        self.key_dim = None if key_dim is None else check_count("key_dim", key_dim)
+        self.dropout = check_rate("dropout", dropout)
+        self.use_bias = bool(use_bias)
+        self.supports_masking = True
+        self._seed = keras.random.SeedGenerator() if self.dropout else None
+
+    def _build(self, x_shape, context_shape):
+        width = x_shape[-1]
+        if self.key_dim is None and width % self.num_heads:
+            raise ValueError(
+                f"`d_model` must be divisible by `num_heads` where `key_dim` is None; got {width} and {self.num_heads}."
+            )
+        self.head_size = self.key_dim or width // self.num_heads
+        inner = self.num_heads * self.head_size
+        for name, shape, features in (
+            ("query", x_shape, inner),
+            ("key", context_shape, inner),
+            ("value", context_shape, inner),
+            ("output", (*x_shape[:-1], inner), width),
+        ):
+            dense = keras.layers.Dense(features, use_bias=self.use_bias, dtype=self.dtype_policy, name=name)
+            dense.build(shape)
+            setattr(self, f"{name}_projection", dense)
+
+    def _heads(self, dense, x):
+        """`[B, T, D]` -> `[B, T, N, H]`."""
+        return ops.reshape(project(dense, x), (*ops.shape(x)[:2], self.num_heads, self.head_size))
+
+    def _attend(self, query, key, value, mask, return_attention_scores, training):
+        """Heads to the layer's output `[B, T, D]`, with the weights `[B, N, T, S]` if asked."""
+        heads, weights = dot_product_attention(
+            query, key, value, mask, dropout=self.dropout if training else 0.0, seed=self._seed
+        )
+        maps = AttentionMaps.current()
+        if maps is not None:
+            maps.collect(self, weights)
+        joined = ops.reshape(heads, (*ops.shape(heads)[:2], self.num_heads * self.head_size))
+        output = project(self.output_projection, joined)
+        return (output, weights) if return_attention_scores else output
+
+    def get_config(self):
+        own = {name: getattr(self, name) for name in ("num_heads", "key_dim", "dropout", "use_bias")}
+        return {**super().get_config(), **own}
+
+
+@keras.saving.register_keras_serializable(package="keras_transformer")
+class MultiHeadSelfAttention(_MultiHeadAttention):
+    """Each token attends to the tokens of its own sequence, in several heads.
+
+    Vaswani et al. 2017, https://arxiv.org/abs/1706.03762, section 3.2. The output has the width of the input. The Keras
+    mask of `x` is used as a padding mask, left as it is and passed on. In a `DecodingScope` a causal layer continues
+    from its cache.
+
+    Args:
+        num_heads: int, `N`.
+        key_dim: int, size `H` of a head; None for width / `num_heads`.
+        causal: bool, whether a token may look only at its own position and before (`lower_triangular_mask`).
+        dropout: float in [0, 1), dropout on the attention weights.
+        use_bias: bool, whether the four projections have biases.
+
+    Call arguments:
+        x: float tensor `[B, T, D]`.
+        padding_mask: bool or integer tensor `[B, T]`, non-zero for real tokens; ANDed with the Keras mask of `x`.
+        attention_mask: bool or integer tensor, non-zero where a query may look: `[T, T]`, `[B, T, T]`, `[B, 1, T, T]` or
+            `[B, N, T, T]`.
+        return_attention_scores: bool, whether to return the attention weights too.
+        training: bool, whether dropout acts.
+
+    Returns:
+        float tensor `[B, T, D]`; with `return_attention_scores`, a pair of it and the weights `[B, N, T, T]`. A query
+        that may look nowhere has weights of 0, and the output projection's bias for output.
+
+    Raises:
+        ValueError: if the width is not divisible by `num_heads` and no `key_dim` is given; on integer `x`; on float
+            masks or masks of another shape; on an `attention_mask` inside a `DecodingScope`.
+
+    Example:
+    ```python
+    import keras_transformer as kt
+    x = keras.random.normal((2, 5, 16))
+    output, weights = kt.MultiHeadSelfAttention(num_heads=4, causal=True)(x, return_attention_scores=True)
+    assert output.shape == (2, 5, 16) and weights.shape == (2, 4, 5, 5)
+    ```
+    """
+
+    def __init__(self, num_heads, key_dim=None, causal=False, dropout=0.0, use_bias=True, **kwargs):
+        super().__init__(num_heads, key_dim, dropout, use_bias, **kwargs)
+        self.causal = bool(causal)
+
+    def build(self, input_shape):
+        self._build(input_shape, input_shape)
+
+    def call(self, x, padding_mask=None, attention_mask=None, return_attention_scores=False, training=None):
+        check_vectors("x", x)
+        query, key, value = (
+            self._heads(dense, x) for dense in (self.query_projection, self.key_projection, self.value_projection)
+        )
+        scope = DecodingScope.current() if self.causal else None
+        if scope is None:
+            mask = self._mask(x, padding_mask, attention_mask)
+        elif attention_mask is None:
+            key, value = scope.append(self, key, value)  # [B, L, N, H]
+            mask = scope.causal_mask(ops.shape(x)[1])  # padding stands behind a row's tokens, where nobody looks
+        else:
+            raise ValueError("A causal layer takes no `attention_mask` inside a `DecodingScope`; got one.")
+        return self._attend(query, key, value, mask, return_attention_scores, training)
+
+    def _mask(self, x, padding_mask, attention_mask):
+        length = x.shape[1]
+        if attention_mask is not None:
+            attention_mask = four_axes(attention_mask, length, length, self.num_heads, "attention_mask")
+        triangle = lower_triangular_mask(ops.shape(x)[1])[None, None] if self.causal else None
+        return combine_masks(keys_mask(x, padding_mask, "padding_mask"), attention_mask, triangle)
+
+    def get_config(self):
+        return {**super().get_config(), "causal": self.causal}
+
+
+@keras.saving.register_keras_serializable(package="keras_transformer")
+class MultiHeadCrossAttention(_MultiHeadAttention):
+    """Each token attends to the tokens of another sequence, the context, in several heads.
+
+    Vaswani et al. 2017, https://arxiv.org/abs/1706.03762, section 3.2.3. Queries come from `x`, keys and values from
+    `context`, whose width may differ. The Keras mask of the context is used as its padding mask; that of `x` is passed
+    on. In a `DecodingScope` the keys and values of the context are computed in the first call and kept.
+
+    Args:
+        num_heads: int, `N`.
+        key_dim: int, size `H` of a head; None for width / `num_heads`.
+        dropout: float in [0, 1), dropout on the attention weights.
+        use_bias: bool, whether the four projections have biases.
+
+    Call arguments:
+        x: float tensor `[B, T, D]`.
+        context: float tensor `[B, S, C]`.
+        context_padding_mask: bool or integer tensor `[B, S]`, non-zero for real tokens; ANDed with the context's Keras
+            mask.
+        attention_mask: bool or integer tensor, non-zero where a query may look: `[T, S]`, `[B, T, S]`, `[B, 1, T, S]` or
+            `[B, N, T, S]`.
+        return_attention_scores: bool, whether to return the attention weights too.
+        training: bool, whether dropout acts.
+
+    Returns:
+        float tensor `[B, T, D]`; with `return_attention_scores`, a pair of it and the weights `[B, N, T, S]`. A query
+        that may look nowhere has weights of 0, and the output projection's bias for output.
+
+    Raises:
+        ValueError: as `MultiHeadSelfAttention`.
+
+    Example:
+    ```python
+    import keras_transformer as kt
+    x, context = keras.random.normal((2, 3, 16)), keras.random.normal((2, 5, 24))
+    output = kt.MultiHeadCrossAttention(num_heads=4)(x, context)
+    assert output.shape == (2, 3, 16)
+    ```
+    """
+
+    def build(self, x_shape, context_shape):
+        self._build(x_shape, context_shape)
+
+    def call(
+        self, x, context, context_padding_mask=None, attention_mask=None, return_attention_scores=False, training=None
+    ):
+        check_vectors("x", x)
+        check_vectors("context", context)
+
+        def keys_and_values():
+            return self._heads(self.key_projection, context), self._heads(self.value_projection, context)
+
+        scope = DecodingScope.current()
+        key, value = keys_and_values() if scope is None else scope.keep(self, keys_and_values)
+        if attention_mask is not None:
+            attention_mask = four_axes(attention_mask, x.shape[1], context.shape[1], self.num_heads, "attention_mask")
+        mask = combine_masks(keys_mask(context, context_padding_mask, "context_padding_mask"), attention_mask)
+        query = self._heads(self.query_projection, x)
+        return self._attend(query, key, value, mask, return_attention_scores, training)

@@ -1,0 +1,291 @@
+"""The blocks of the Transformer: "Attention Is All You Need", section 3.1, and its pre-norm form.
+
+Letters: `B` batch, `T` tokens, `S` tokens of the context, `D` width, `C` width of the context.
+"""
+
+import inspect
+
+import keras
+from keras.src.backend import set_keras_mask
+
+from keras_transformer.attention import MultiHeadCrossAttention, MultiHeadSelfAttention, padding_of, project
+from keras_transformer.checks import check_count, check_options, check_rate, check_vectors
+
+
+@keras.saving.register_keras_serializable(package="keras_transformer")
+class FeedForward(keras.layers.Layer):
+    """Two dense layers with an activation between, the same at every position: `W2 activation(W1 x)`.
+
+    Vaswani et al. 2017, https://arxiv.org/abs/1706.03762, section 3.3; gated: Shazeer 2020,
+    https://arxiv.org/abs/2002.05202. The output has the width of the input, whose Keras mask is passed on.
+
+    Args:
+        intermediate_dim: int, width between the two layers.
+        activation: str, name of a Keras activation.
+        gated: bool, whether the activation is multiplied by a third projection of `x` (with `"gelu"` GEGLU, with
+            `"silu"` SwiGLU).
+        dropout: float in [0, 1), dropout between the two layers.
+        use_bias: bool, whether the dense layers have biases.
+
+    Call arguments:
+        x: float tensor `[B, T, D]`.
+        training: bool, whether dropout acts.
+
+    Returns:
+        float tensor `[B, T, D]`.
+
+    Raises:
+        ValueError: on sizes below 1, a rate outside [0, 1) or an activation that Keras does not know.
+
+    Example:
+    ```python
+    import keras_transformer as kt
+    y = kt.FeedForward(intermediate_dim=64, activation="silu", gated=True)(keras.ops.ones((2, 3, 16)))
+    assert y.shape == (2, 3, 16)
+    ```
+    """
+
+    def __init__(self, intermediate_dim, activation="relu", gated=False, dropout=0.0, use_bias=True, **kwargs):
+        super().__init__(**kwargs)
+        self.intermediate_dim = check_count("intermediate_dim", intermediate_dim)
+        self.activation = check_activation(activation)
+        self.gated = bool(gated)
+        self.dropout = check_rate("dropout", dropout)
+        self.use_bias = bool(use_bias)
+        self.supports_masking = True
+
+    def build(self, input_shape):
+        self.inner = self._dense(self.intermediate_dim, input_shape, "inner")
+        if self.gated:
+            self.gate = self._dense(self.intermediate_dim, input_shape, "gate")
+        inner_shape = (*input_shape[:-1], self.intermediate_dim)
+        self.output_projection = self._dense(input_shape[-1], inner_shape, "output")
+        self.dropout_layer = keras.layers.Dropout(self.dropout, dtype=self.dtype_policy)
+
+    def _dense(self, features, shape, name):
+        dense = keras.layers.Dense(features, use_bias=self.use_bias, dtype=self.dtype_policy, name=name)
+        dense.build(shape)
+        return dense
+
+    def call(self, x, training=None):
+        check_vectors("x", x)
+        hidden = keras.activations.get(self.activation)(project(self.inner, x))  # [B, T, intermediate_dim]
+        if self.gated:
+            hidden = hidden * project(self.gate, x)
+        return project(self.output_projection, self.dropout_layer(hidden, training=training))
+
+    def get_config(self):
+        names = ("intermediate_dim", "activation", "gated", "dropout", "use_bias")
+        return {**super().get_config(), **{name: getattr(self, name) for name in names}}
+
+
+def check_activation(activation):
+    """The name of a Keras activation."""
+    if not isinstance(activation, str):
+        raise ValueError(f"`activation` must be the name of a Keras activation, so that it can be saved; got {activation!r}.")
+    keras.activations.get(activation)  # raises a ValueError on an unknown name
+    return activation
+
+
+class _Block(keras.layers.Layer):
+    """What both blocks share: their arguments, their children and the residual connection around each child."""
+
+    causal = False
+
+    def __init__(
+        self,
+        num_heads,
+        intermediate_dim,
+        dropout=0.1,
+        activation="relu",
+        norm_first=False,
+        use_bias=True,
+        epsilon=1e-6,
+        attention=None,
+        feed_forward=None,
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        self.num_heads = check_count("num_heads", num_heads)
+        self.intermediate_dim = check_count("intermediate_dim", intermediate_dim)
+        self.dropout = check_rate("dropout", dropout)
+        self.activation = check_activation(activation)
+        self.norm_first = bool(norm_first)
+        self.use_bias = bool(use_bias)
+        self.epsilon = float(epsilon)
+        self.attention = check_options("attention", attention, ("key_dim", "dropout", "use_bias"))
+        self.feed_forward = check_options("feed_forward", feed_forward, ("gated", "dropout", "use_bias"))
+        self.supports_masking = True
+
+    def _build_attention(self, name, cls, *shapes, **options):
+        child = cls(
+            self.num_heads,
+            **{"use_bias": self.use_bias, **self.attention, **options},
+            dtype=self.dtype_policy,
+            name=name,
+        )
+        child.build(*shapes)
+        setattr(self, name, child)
+        self._build_residual(name, shapes[0])
+
+    def _build_feed_forward(self, shape):
+        self.feed_forward_layer = FeedForward(
+            self.intermediate_dim,
+            self.activation,
+            **{"use_bias": self.use_bias, **self.feed_forward},
+            dtype=self.dtype_policy,
+            name="feed_forward",
+        )
+        self.feed_forward_layer.build(shape)
+        self._build_residual("feed_forward", shape)
+
+    def _build_residual(self, name, shape):
+        norm = keras.layers.LayerNormalization(epsilon=self.epsilon, dtype=self.dtype_policy, name=f"{name}_norm")
+        norm.build(shape)
+        dropout = keras.layers.Dropout(self.dropout, dtype=self.dtype_policy, name=f"{name}_dropout")
+        setattr(self, f"{name}_norm", norm)
+        setattr(self, f"{name}_dropout", dropout)
+
+    def _residual(self, name, x, sublayer, training):
+        """The paper's `norm(x + dropout(sublayer(x)))`, or pre-norm `x + dropout(sublayer(norm(x)))`."""
+        norm, dropout = getattr(self, f"{name}_norm"), getattr(self, f"{name}_dropout")
+        if self.norm_first:
+            return x + dropout(sublayer(norm(x)), training=training)
+        return norm(x + dropout(sublayer(x), training=training))
+
+    def get_config(self):
+        names = inspect.signature(_Block.__init__).parameters.keys() - {"self", "kwargs"}
+        return {**super().get_config(), **{name: getattr(self, name) for name in names}}
+
+
+@keras.saving.register_keras_serializable(package="keras_transformer")
+class EncoderBlock(_Block):
+    """Self-attention and feed-forward, each in a residual connection with dropout and layer normalization.
+
+    Vaswani et al. 2017, https://arxiv.org/abs/1706.03762, section 3.1; pre-norm: Xiong et al. 2020,
+    https://arxiv.org/abs/2002.04745. The Keras mask of `x` is used as a padding mask, left as it is and passed on (an
+    explicit `padding_mask` too). A pre-norm stack needs a `LayerNormalization` behind its last block.
+
+    Args:
+        num_heads: int, number of attention heads.
+        intermediate_dim: int, inner width of the feed-forward layer.
+        dropout: float in [0, 1), dropout on the output of each sublayer.
+        activation: str, name of a Keras activation.
+        norm_first: bool, whether normalization stands before each sublayer (pre-norm) or, as in the paper, after its
+            residual connection.
+        use_bias: bool, whether dense layers have biases.
+        epsilon: float, epsilon of the layer normalizations.
+        attention: dict of options of the attention layers: `key_dim`, `dropout` (on the weights), `use_bias`.
+        feed_forward: dict of options of the `FeedForward`: `gated`, `dropout` (between its layers), `use_bias`.
+
+    Call arguments:
+        x: float tensor `[B, T, D]`.
+        padding_mask: bool or integer tensor `[B, T]`, non-zero for real tokens.
+        attention_mask: bool or integer tensor, non-zero where a query may look: `[T, T]`, `[B, T, T]`, `[B, 1, T, T]` or
+            `[B, N, T, T]`.
+        training: bool, whether dropout acts.
+
+    Returns:
+        float tensor `[B, T, D]`.
+
+    Raises:
+        ValueError: on wrong sizes, rates, names or options; otherwise as `MultiHeadSelfAttention`.
+
+    Example:
+    ```python
+    import keras_transformer as kt
+    source = keras.Input((None,), dtype="int32")
+    x = kt.TokenEmbedding(vocab_size=100, d_model=16)(source)
+    x = kt.PositionalEncoding()(x)
+    x = kt.EncoderBlock(num_heads=2, intermediate_dim=32)(x)
+    encoder = keras.Model(source, x)
+    assert encoder(np.array([[4, 7, 0]])).shape == (1, 3, 16)
+    ```
+    """
+
+    def build(self, input_shape):
+        self._build_attention("self_attention", MultiHeadSelfAttention, input_shape, causal=self.causal)
+        self._build_feed_forward(input_shape)
+
+    def call(self, x, padding_mask=None, attention_mask=None, training=None):
+        check_vectors("x", x)
+        padding_mask = padding_of(x, padding_mask, "padding_mask")
+        x = self._residual(
+            "self_attention",
+            x,
+            lambda y: self.self_attention(y, padding_mask, attention_mask, training=training),
+            training,
+        )
+        x = self._residual("feed_forward", x, lambda y: self.feed_forward_layer(y, training=training), training)
+        set_keras_mask(x, padding_mask)
+        return x
+
+
+@keras.saving.register_keras_serializable(package="keras_transformer")
+class DecoderBlock(_Block):
+    """Causal self-attention, cross-attention to a context if there is one, and feed-forward, each in its residual.
+
+    Vaswani et al. 2017, https://arxiv.org/abs/1706.03762, section 3.1; pre-norm: Xiong et al. 2020,
+    https://arxiv.org/abs/2002.04745. Without `context` it is a block of a language model and has no cross-attention.
+    Keras masks of `x` and `context` are used as padding masks, left as they are, and that of `x` is passed on (an
+    explicit `padding_mask` too). In a `DecodingScope` it continues from its cache. A pre-norm stack needs a
+    `LayerNormalization` behind its last block.
+
+    Args: as `EncoderBlock`.
+
+    Call arguments:
+        x: float tensor `[B, T, D]`.
+        context: float tensor `[B, S, C]`, what an encoder returned; None for no cross-attention.
+        padding_mask: bool or integer tensor `[B, T]`, non-zero for real tokens of `x`.
+        context_padding_mask: bool or integer tensor `[B, S]`, non-zero for real tokens of the context.
+        attention_mask: bool or integer tensor, non-zero where a query of the self-attention may look, beside the lower
+            triangle: `[T, T]`, `[B, T, T]`, `[B, 1, T, T]` or `[B, N, T, T]`.
+        training: bool, whether dropout acts.
+
+    Returns:
+        float tensor `[B, T, D]`.
+
+    Raises:
+        ValueError: as `EncoderBlock`; if it was built with a context and is called without one, or the other way round.
+
+    Example:
+    ```python
+    import keras_transformer as kt
+    x, memory = keras.random.normal((2, 3, 16)), keras.random.normal((2, 5, 16))
+    assert kt.DecoderBlock(num_heads=2, intermediate_dim=32)(x, memory).shape == (2, 3, 16)
+    ```
+    """
+
+    causal = True
+
+    def build(self, x_shape, context_shape=None):
+        self._build_attention("self_attention", MultiHeadSelfAttention, x_shape, causal=True)
+        if context_shape is not None:
+            self._build_attention("cross_attention", MultiHeadCrossAttention, x_shape, context_shape)
+        self._build_feed_forward(x_shape)
+
+    def call(
+        self, x, context=None, padding_mask=None, context_padding_mask=None, attention_mask=None, training=None
+    ):
+        check_vectors("x", x)
+        has_context = hasattr(self, "cross_attention")
+        if has_context != (context is not None):
+            built, called = ("with", "without") if has_context else ("without", "with")
+            raise ValueError(f"A DecoderBlock built {built} `context` is called {built} one; got a call {called} one.")
+        padding_mask = padding_of(x, padding_mask, "padding_mask")
+        x = self._residual(
+            "self_attention",
+            x,
+            lambda y: self.self_attention(y, padding_mask, attention_mask, training=training),
+            training,
+        )
+        if has_context:
+            x = self._residual(
+                "cross_attention",
+                x,
+                lambda y: self.cross_attention(y, context, context_padding_mask, training=training),
+                training,
+            )
+        x = self._residual("feed_forward", x, lambda y: self.feed_forward_layer(y, training=training), training)
+        set_keras_mask(x, padding_mask)
+        return x

@@ -1,0 +1,126 @@
+"""Functional builders: whole Transformers as plain `keras.Model`s of this package's layers.
+
+Letters: `B` batch, `S` source tokens, `T` target tokens, `V` target vocabulary.
+"""
+
+import keras
+from keras import ops
+
+from keras_transformer.blocks import DecoderBlock, EncoderBlock
+from keras_transformer.embeddings import TokenEmbedding
+from keras_transformer.positions import PositionalEncoding
+
+PRESETS = {
+    "tiny": {"d_model": 128, "num_layers": 2, "num_heads": 4, "intermediate_dim": 512, "dropout": 0.1},
+    "base": {"d_model": 512, "num_layers": 6, "num_heads": 8, "intermediate_dim": 2048, "dropout": 0.1},
+    "big": {"d_model": 1024, "num_layers": 6, "num_heads": 16, "intermediate_dim": 4096, "dropout": 0.3},
+}
+"""Sizes as keyword arguments of the builders: "base" and "big" are the paper's (its table 3), "tiny" is for a CPU."""
+
+
+def build_transformer(
+    vocab_size,
+    target_vocab_size=None,
+    d_model=512,
+    num_layers=6,
+    num_heads=8,
+    intermediate_dim=2048,
+    dropout=0.1,
+    tie_embeddings=None,
+    name="transformer",
+    **block,
+):
+    """An encoder-decoder: `{"source": ids [B, S], "target": ids [B, T]} -> logits [B, T, V]`.
+
+    Vaswani et al. 2017, https://arxiv.org/abs/1706.03762. `target` is the decoder's input, the labels shifted right
+    (`keras_transformer.pair_batches` does it). Id 0 is padding. `model.get_layer("encoder")` maps
+    `[vectors, padding_mask]` to memory and `model.get_layer("decoder")` maps
+    `[vectors, padding_mask, memory, memory_padding_mask]` to vectors; both are functional models too.
+
+    Args:
+        vocab_size: int, source vocabulary.
+        target_vocab_size: int, target vocabulary; None for one vocabulary of both.
+        d_model: int, width.
+        num_layers: int, blocks of the encoder and of the decoder.
+        num_heads: int, attention heads.
+        intermediate_dim: int, inner width of the feed-forward layers.
+        dropout: float in [0, 1), dropout on sublayer outputs and on embeddings with positions.
+        tie_embeddings: `"all"` shares one table among source, target and logits (the paper's section 3.4), `"target"`
+            between target and logits, `"none"` nothing. None for `"all"` with one vocabulary, `"target"` with two.
+        name: str, the model's name.
+        **block: further arguments of `EncoderBlock` and `DecoderBlock`: `activation`, `norm_first`, `use_bias`,
+            `epsilon`, `attention`, `feed_forward`.
+
+    Returns:
+        An uncompiled functional `keras.Model`.
+
+    Raises:
+        ValueError: on an unknown `tie_embeddings`, or `"all"` with two vocabularies; otherwise as the layers.
+
+    Example:
+    ```python
+    import keras_transformer as kt
+    model = kt.build_transformer(vocab_size=100, **kt.PRESETS["tiny"])
+    logits = model({"source": np.array([[4, 5, 3]]), "target": np.array([[2, 6]])})
+    assert logits.shape == (1, 2, 100)
+    ```
+    """
+    if tie_embeddings is None:
+        tie_embeddings = "all" if target_vocab_size in (None, vocab_size) else "target"
+    if tie_embeddings not in ("all", "target", "none"):
+        raise ValueError(f"`tie_embeddings` must be 'all', 'target' or 'none'; got {tie_embeddings!r}.")
+    target_vocab_size = target_vocab_size or vocab_size
+    if tie_embeddings == "all" and target_vocab_size != vocab_size:
+        raise ValueError(
+            f"`tie_embeddings='all'` needs one vocabulary; got sizes {vocab_size} and {target_vocab_size}."
+        )
+    block = {"num_heads": num_heads, "intermediate_dim": intermediate_dim, "dropout": dropout, **block}
+
+    source = keras.Input((None,), dtype="int32", name="source")
+    target = keras.Input((None,), dtype="int32", name="target")
+    # masks are passed to the submodels explicitly: Keras drops the ones that travel with tensors at a nested model
+    if tie_embeddings == "all":
+        source_embedding = target_embedding = TokenEmbedding(vocab_size, d_model, mask_zero=False, name="embedding")
+    else:
+        source_embedding = TokenEmbedding(vocab_size, d_model, mask_zero=False, name="source_embedding")
+        target_embedding = TokenEmbedding(
+            target_vocab_size, d_model, mask_zero=False, tie_weights=tie_embeddings == "target", name="target_embedding"
+        )
+    source_mask, target_mask = ops.not_equal(source, 0), ops.not_equal(target, 0)
+    x = PositionalEncoding(dropout=dropout, name="source_positions")(source_embedding(source))
+    memory = _encoder(d_model, num_layers, **block)([x, source_mask])
+    y = PositionalEncoding(dropout=dropout, name="target_positions")(target_embedding(target))
+    y = _decoder(d_model, num_layers, **block)([y, target_mask, memory, source_mask])
+    logits = target_embedding(y, reverse=True)
+    return keras.Model({"source": source, "target": target}, logits, name=name)
+
+
+def _encoder(d_model, num_layers, **block):
+    vectors, padding_mask = _vectors_and_mask(d_model, "vectors", "padding_mask")
+    x = vectors
+    for i in range(num_layers):
+        x = EncoderBlock(**block, name=f"encoder_block_{i + 1}")(x, padding_mask=padding_mask)
+    x = _final_norm(x, "encoder_norm", **block)
+    return keras.Model([vectors, padding_mask], x, name="encoder")
+
+
+def _decoder(d_model, num_layers, **block):
+    vectors, padding_mask = _vectors_and_mask(d_model, "vectors", "padding_mask")
+    memory, memory_mask = _vectors_and_mask(d_model, "memory", "memory_padding_mask")
+    x = vectors
+    for i in range(num_layers):
+        x = DecoderBlock(**block, name=f"decoder_block_{i + 1}")(
+            x, memory, padding_mask=padding_mask, context_padding_mask=memory_mask
+        )
+    x = _final_norm(x, "decoder_norm", **block)
+    return keras.Model([vectors, padding_mask, memory, memory_mask], x, name="decoder")
+
+
+def _vectors_and_mask(width, vectors, mask):
+    dtype = keras.config.dtype_policy().compute_dtype
+    return keras.Input((None, width), dtype=dtype, name=vectors), keras.Input((None,), dtype="bool", name=mask)
+
+
+def _final_norm(x, name, norm_first=False, epsilon=1e-6, **_):
+    """Pre-norm blocks leave their last sum unnormalized."""
+    return keras.layers.LayerNormalization(epsilon=epsilon, name=name)(x) if norm_first else x
