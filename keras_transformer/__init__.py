@@ -15,3 +15,29 @@ from keras_transformer.positions import PositionalEncoding
 from keras_transformer.scopes import AttentionMaps, DecodingScope
 from keras_transformer.text import Tokenizer, Translator
 from keras_transformer.training import Perplexity, TokenAccuracy, TokenCrossentropy, TokenLoss, WarmupInverseSqrt
+
+__all__ = [
+    "AttentionMaps",
+    "DecoderBlock",
+    "DecodingScope",
+    "EncoderBlock",
+    "FeedForward",
+    "Generator",
+    "MultiHeadCrossAttention",
+    "MultiHeadSelfAttention",
+    "PRESETS",
+    "Perplexity",
+    "PositionalEncoding",
+    "TokenAccuracy",
+    "TokenCrossentropy",
+    "TokenEmbedding",
+    "TokenLoss",
+    "Tokenizer",
+    "Translator",
+    "WarmupInverseSqrt",
+    "build_transformer",
+    "dot_product_attention",
+    "greedy",
+    "lower_triangular_mask",
+    "pair_batches",
+]

@@ -31,9 +31,10 @@ def lower_triangular_mask(num_queries, num_keys=None):
 
     Example:
     ```python
+    import numpy as np
     import keras_transformer as kt
     mask = kt.lower_triangular_mask(2, 3)
-    assert mask.numpy().tolist() == [[True, True, False], [True, True, True]]
+    assert np.array(mask).tolist() == [[True, True, False], [True, True, True]]
     ```
     """
     num_keys = num_queries if num_keys is None else num_keys
@@ -73,6 +74,8 @@ def dot_product_attention(query, key, value, mask=None, dropout=0.0, seed=None):
 
     Example:
     ```python
+    import keras
+    import numpy as np
     import keras_transformer as kt
     x = keras.random.normal((1, 3, 2, 4))
     output, weights = kt.dot_product_attention(x, x, x, mask=kt.lower_triangular_mask(3))
@@ -211,6 +214,7 @@ class MultiHeadSelfAttention(_MultiHeadAttention):
 
     Example:
     ```python
+    import keras
     import keras_transformer as kt
     x = keras.random.normal((2, 5, 16))
     output, weights = kt.MultiHeadSelfAttention(num_heads=4, causal=True)(x, return_attention_scores=True)
@@ -284,6 +288,7 @@ class MultiHeadCrossAttention(_MultiHeadAttention):
 
     Example:
     ```python
+    import keras
     import keras_transformer as kt
     x, context = keras.random.normal((2, 3, 16)), keras.random.normal((2, 5, 24))
     output = kt.MultiHeadCrossAttention(num_heads=4)(x, context)

@@ -39,6 +39,7 @@ class FeedForward(keras.layers.Layer):
 
     Example:
     ```python
+    import keras
     import keras_transformer as kt
     y = kt.FeedForward(intermediate_dim=64, activation="silu", gated=True)(keras.ops.ones((2, 3, 16)))
     assert y.shape == (2, 3, 16)
@@ -193,6 +194,8 @@ class EncoderBlock(_Block):
 
     Example:
     ```python
+    import keras
+    import numpy as np
     import keras_transformer as kt
     source = keras.Input((None,), dtype="int32")
     x = kt.TokenEmbedding(vocab_size=100, d_model=16)(source)
@@ -250,6 +253,7 @@ class DecoderBlock(_Block):
 
     Example:
     ```python
+    import keras
     import keras_transformer as kt
     x, memory = keras.random.normal((2, 3, 16)), keras.random.normal((2, 5, 16))
     assert kt.DecoderBlock(num_heads=2, intermediate_dim=32)(x, memory).shape == (2, 3, 16)

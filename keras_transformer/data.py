@@ -3,6 +3,7 @@
 TensorFlow is imported where it is used. Letters: `B` batch, `S` source tokens, `T` target tokens.
 """
 
+import bisect
 import itertools
 import logging
 
@@ -87,48 +88,43 @@ def pair_batches(
 
     def tokenize(sources, targets):
         source = source_tokenizer.tokenize(sources, end=True)
-        ids = target_tokenizer.tokenize(targets)
-        target, labels = shift(ids, target_tokenizer.start_id, target_tokenizer.end_id)
-        return source, target, labels
-
-    def length(source, target, labels):
-        return tf.maximum(tf.size(source), tf.size(target))
+        target = target_tokenizer.tokenize(targets)
+        return source, *shift(target, target_tokenizer.start_id, target_tokenizer.end_id)
 
     examples = _string_pairs(pairs).map(tokenize, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
     rows = [tokens_per_batch // bucket for bucket in buckets]
     steps = _count_batches(examples, buckets, rows)
-    examples = examples.unbatch().map(lambda *rows: tuple(tf.convert_to_tensor(row) for row in rows))
-    examples = examples.filter(lambda *example: length(*example) <= buckets[-1])
-    if shuffle:
-        examples = examples.shuffle(check_count("shuffle", shuffle), seed=seed, reshuffle_each_iteration=True)
-    batches = examples.bucket_by_sequence_length(
-        length,
-        bucket_boundaries=[bucket + 1 for bucket in buckets],
-        bucket_batch_sizes=[*rows, 1],
-        padded_shapes=([None], [None], [None]),
-        padding_values=(source_tokenizer.pad_id, target_tokenizer.pad_id, target_tokenizer.pad_id),
-        pad_to_bucket_boundary=True,
-    )
-    batches = batches.map(lambda source, target, labels: ({"source": source, "target": target}, labels))
-    return batches.apply(tf.data.experimental.assert_cardinality(steps)).prefetch(tf.data.AUTOTUNE)
+    pads = source_tokenizer.pad_id, target_tokenizer.pad_id, target_tokenizer.pad_id
+    epochs = itertools.count()
+
+    def batches():
+        stream = _examples_in_order(examples)
+        if shuffle:
+            stream = _shuffled(stream, check_count("shuffle", shuffle), np.random.default_rng([seed, next(epochs)]))
+        for length, batch in _bucketed(stream, buckets, rows):
+            source, target, labels = (_padded(side, length, pad) for side, pad in zip(zip(*batch), pads))
+            yield {"source": source, "target": target}, labels
+
+    ids = tf.TensorSpec([None, None], tf.int32)
+    signature = {"source": ids, "target": ids}, ids
+    dataset = tf.data.Dataset.from_generator(batches, output_signature=signature)
+    return dataset.apply(tf.data.experimental.assert_cardinality(steps)).prefetch(tf.data.AUTOTUNE)
 
 
 def _string_pairs(pairs):
     """A dataset of (sources, targets), string tensors of up to `CHUNK` pairs."""
     import tensorflow as tf
 
-    read = pairs if callable(pairs) else lambda: iter(pairs)
-    if not callable(pairs) and iter(pairs) is pairs:
+    if iter(pairs if not callable(pairs) else ()) is pairs:
         raise ValueError(
             "`pairs` is read once to count and again in each epoch: it must be a list, another iterable that starts "
             f"anew, or a function that returns an iterator; got {type(pairs).__name__}."
         )
 
     def chunks():
-        source = iter(read())
-        while chunk := list(itertools.islice(source, CHUNK)):
-            sources, targets = zip(*chunk)
-            yield sources, targets
+        stream = iter(pairs() if callable(pairs) else pairs)
+        while chunk := list(itertools.islice(stream, CHUNK)):
+            yield tuple(zip(*chunk))
 
     strings = tf.TensorSpec([None], tf.string)
     return tf.data.Dataset.from_generator(chunks, output_signature=(strings, strings))
@@ -146,3 +142,45 @@ def _count_batches(examples, buckets, rows):
     if not kept.sum():
         raise ValueError(f"`pairs` must hold a pair of at most {buckets[-1]} tokens; got {dropped} longer ones.")
     return int(np.sum(-(-kept // rows)))
+
+
+def _examples_in_order(examples):
+    """Ragged tensors of chunks -> one tuple of int arrays a pair."""
+    for chunk in examples:
+        sides = (np.split(side.values.numpy(), side.row_splits.numpy()[1:-1]) for side in chunk)
+        yield from zip(*sides)
+
+
+def _shuffled(stream, size, random):
+    """Draws from a buffer of `size` that the stream fills."""
+    buffer = []
+    for example in stream:
+        if len(buffer) < size:
+            buffer.append(example)
+        else:
+            place = random.integers(size)
+            yield buffer[place]
+            buffer[place] = example
+    yield from (buffer[place] for place in random.permutation(len(buffer)))
+
+
+def _bucketed(stream, buckets, rows):
+    """Gathers pairs of like length: (padded length, list of pairs) whenever a bucket is full, and what is left."""
+    waiting = [[] for _ in buckets]
+    for example in stream:
+        bucket = bisect.bisect_left(buckets, max(map(len, example)))
+        if bucket == len(buckets):
+            continue  # too long, and reported
+        waiting[bucket].append(example)
+        if len(waiting[bucket]) == rows[bucket]:
+            yield buckets[bucket], waiting[bucket]
+            waiting[bucket] = []
+    yield from ((length, batch) for length, batch in zip(buckets, waiting) if batch)
+
+
+def _padded(side, length, pad):
+    """Int arrays -> `[B, length]`, padded behind."""
+    padded = np.full((len(side), length), pad, dtype=np.int32)
+    for row, ids in zip(padded, side):
+        row[: len(ids)] = ids
+    return padded

@@ -32,6 +32,8 @@ def greedy(step, prompt, max_length, end_id=3, pad_id=0):
 
     Example:
     ```python
+    import keras
+    import numpy as np
     import keras_transformer as kt
     def count_up(tokens, index, cache):  # after id i comes i + 1
         return 20.0 * keras.ops.one_hot(tokens + 1, 8), cache
@@ -96,6 +98,7 @@ class Generator:
 
     Example:
     ```python
+    import numpy as np
     import keras_transformer as kt
     model = kt.build_transformer(vocab_size=20, **kt.PRESETS["tiny"])
     generate = kt.Generator(model, max_length=5)

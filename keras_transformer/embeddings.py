@@ -40,6 +40,7 @@ class TokenEmbedding(keras.layers.ReversibleEmbedding):
 
     Example:
     ```python
+    import numpy as np
     import keras_transformer as kt
     embedding = kt.TokenEmbedding(vocab_size=100, d_model=16)
     vectors = embedding(np.array([[4, 7, 0]]))

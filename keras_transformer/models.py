@@ -59,6 +59,7 @@ def build_transformer(
 
     Example:
     ```python
+    import numpy as np
     import keras_transformer as kt
     model = kt.build_transformer(vocab_size=100, **kt.PRESETS["tiny"])
     logits = model({"source": np.array([[4, 5, 3]]), "target": np.array([[2, 6]])})

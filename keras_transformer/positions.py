@@ -67,6 +67,8 @@ class PositionalEncoding(keras.layers.Layer):
 
     Example:
     ```python
+    import keras
+    import numpy as np
     import keras_transformer as kt
     x = keras.ops.zeros((1, 3, 4))
     encoded = kt.PositionalEncoding()(x)

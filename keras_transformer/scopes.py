@@ -58,6 +58,8 @@ class DecodingScope(_Scope):
 
     Example:
     ```python
+    import keras
+    import numpy as np
     import keras_transformer as kt
     layer = kt.MultiHeadSelfAttention(num_heads=2, causal=True)
     x = keras.random.normal((1, 5, 8))
@@ -145,6 +147,7 @@ class AttentionMaps(_Scope, dict):
 
     Example:
     ```python
+    import numpy as np
     import keras_transformer as kt
     model = kt.build_transformer(vocab_size=20, **kt.PRESETS["tiny"])
     with kt.AttentionMaps() as maps:

@@ -80,6 +80,7 @@ class TokenCrossentropy(keras.losses.Loss):
 
     Example:
     ```python
+    import numpy as np
     import keras_transformer as kt
     loss = kt.TokenCrossentropy(label_smoothing=0.1)
     value = loss(np.array([[4, 3, 0]]), np.zeros((1, 3, 8), "float32"))
@@ -140,6 +141,7 @@ class TokenLoss(_TokenMean):
 
     Example:
     ```python
+    import numpy as np
     import keras_transformer as kt
     metric = kt.TokenLoss()
     metric.update_state(np.array([[4, 0]]), np.zeros((1, 2, 8), "float32"))
@@ -161,6 +163,7 @@ class Perplexity(_TokenMean):
 
     Example:
     ```python
+    import numpy as np
     import keras_transformer as kt
     metric = kt.Perplexity()
     metric.update_state(np.array([[4, 0]]), np.zeros((1, 2, 8), "float32"))
@@ -185,6 +188,7 @@ class TokenAccuracy(_TokenMean):
 
     Example:
     ```python
+    import numpy as np
     import keras_transformer as kt
     metric = kt.TokenAccuracy()
     metric.update_state(np.array([[1, 2, 0]]), np.eye(3, dtype="float32")[None, [1, 1, 1]])
@@ -220,6 +224,8 @@ class WarmupInverseSqrt(keras.optimizers.schedules.LearningRateSchedule):
 
     Example:
     ```python
+    import keras
+    import numpy as np
     import keras_transformer as kt
     optimizer = keras.optimizers.Adam(kt.WarmupInverseSqrt(512), beta_2=0.98, epsilon=1e-9)
     np.testing.assert_allclose(kt.WarmupInverseSqrt(512)(4000), 512**-0.5 * 4000**-0.5, rtol=1e-6)

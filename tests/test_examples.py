@@ -1,0 +1,59 @@
+"""The examples as a user runs them: as programs, in an empty folder."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import keras
+import pytest
+
+EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="text needs TensorFlow"),
+]
+
+
+def run(folder, program, *arguments):
+    command = [sys.executable, str(EXAMPLES / program), *arguments]
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "MPLBACKEND": "agg"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_reverse_learns_to_reverse(tmp_path):
+    output = run(tmp_path, "reverse.py")
+    assert "['cba', 'egdab', 'daeh']" in output
+    assert (tmp_path / "runs/reverse/saved_model.pb").exists()
+
+
+def test_pronounce_trains_plots_exports_and_speaks(tmp_path):
+    output = run(tmp_path, "pronounce.py", "train", "--words", "3000", "--epochs", "2")
+    words, phonemes = map(float, re.search(r"word error rate ([\d.]+)%, phoneme error rate ([\d.]+)%", output).groups())
+    assert words <= 100 and phonemes < 85  # after some seconds it knows which phonemes are frequent, at least
+    losses = [float(loss) for loss in re.findall(r"val_token_loss: ([\d.]+)", output)]
+    assert losses[-1] < losses[0] < 3.8  # 3.8 nats: even guessing among 43
+    written = {path.name for path in (tmp_path / "runs/pronounce").iterdir()}
+    assert {"pronounce.keras", "saved_model", "learning_curve.png", "attention.png"} <= written
+    said = run(tmp_path, "pronounce.py", "say", "Keras", "attention")
+    assert len(re.findall(r"(?m)^(Keras|attention) .* log-probability -\d", said)) == 2
+
+
+def test_translate_learns_a_small_language(tmp_path):
+    numbers = ["one two", "three four five", "six seven", "eight nine ten", "two one", "five four three", "ten one"]
+    lines = [f"{text}\t{' '.join(word.upper() for word in text.split())}" for text in numbers * 60]
+    (tmp_path / "pairs.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    output = run(tmp_path, "translate.py", "train", "pairs.tsv", "--epochs", "20", "--vocabulary", "330")
+    assert float(re.search(r"BLEU = ([\d.]+)", output)[1]) > 90
+    assert run(tmp_path, "translate.py", "translate", "six seven").strip() == "SIX SEVEN"
+
+
+def test_translate_names_the_line_that_is_no_pair(tmp_path):
+    (tmp_path / "pairs.tsv").write_text("a\tb\nno tab here\n", encoding="utf-8")
+    command = [sys.executable, str(EXAMPLES / "translate.py"), "train", "pairs.tsv"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0 and "line 2" in done.stderr
