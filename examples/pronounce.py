@@ -21,18 +21,21 @@ def main():
     parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/pronounce"), help="of all results")
     commands = parser.add_subparsers(dest="command", required=True)
     training = commands.add_parser("train", help="train, evaluate, plot and export")
-    training.add_argument("--epochs", type=int, default=5)
-    training.add_argument("--words", type=int, help="train on so many words only")
+    training.add_argument("--epochs", type=int, default=4)
+    training.add_argument(
+        "--dropout", type=float, default=0.0, help="0.1 for a long run; a short one learns more without"
+    )
+    training.add_argument("--words", type=int, help="train on this many words only")
     training.add_argument("--seed", type=int, default=1)
     commands.add_parser("say", help="pronounce words").add_argument("words", nargs="+")
     arguments = parser.parse_args()
     if arguments.command == "say":
         say(arguments.folder, arguments.words)
     else:
-        train(arguments.folder, arguments.epochs, arguments.words, arguments.seed)
+        train(**{name: value for name, value in vars(arguments).items() if name != "command"})
 
 
-def train(folder, epochs, num_words, seed):
+def train(folder, epochs, dropout, words, seed):
     import keras
 
     import keras_transformer as kt
@@ -40,12 +43,11 @@ def train(folder, epochs, num_words, seed):
     keras.utils.set_random_seed(seed)
     folder.mkdir(parents=True, exist_ok=True)
     spoken = read_dictionary()
-    test, valid, words = split(spoken)
-    words = words[:num_words]
-    pairs = [(word, sounds) for word in words for sounds in spoken[word]]
-    print(f"{len(pairs)} pronunciations of {len(words)} words to train on, {len(test)} words held out")
+    test, valid, rest = split(spoken)
+    pairs = [(word, sounds) for word in rest[:words] for sounds in spoken[word]]
+    print(f"{len(pairs)} pronunciations to train on, {len(test)} words held out")
 
-    letters = kt.Tokenizer.train(words, kind="char", name="letters")
+    letters = kt.Tokenizer.train((word for word, _ in pairs), kind="char", name="letters")
     phonemes = kt.Tokenizer.train((sounds for _, sounds in pairs), kind="word", name="phonemes")
     batches = kt.pair_batches(
         pairs, letters, phonemes, tokens_per_batch=2048, max_length=MAX_LENGTH, shuffle=len(pairs), seed=seed
@@ -60,7 +62,7 @@ def train(folder, epochs, num_words, seed):
         num_layers=3,
         num_heads=4,
         intermediate_dim=512,
-        dropout=0.1,
+        dropout=dropout,
         norm_first=True,
     )
     model.summary()

@@ -46,6 +46,10 @@ def greedy(step, prompt, max_length, end_id=3, pad_id=0):
     batch, prompt_length = ops.shape(prompt)
     index = ops.zeros((batch,), "int32")
 
+    def run(tokens, index, cache):
+        logits, cache = step(tokens, index, cache)
+        return logits, () if cache is None else cache  # TensorFlow's loop carries no None
+
     def write(i, logits, done, ids, score):
         """Token `i` of every row that is not done."""
         log_probs = ops.log_softmax(ops.cast(logits[:, -1], "float32"))  # [B, V]
@@ -61,10 +65,10 @@ def greedy(step, prompt, max_length, end_id=3, pad_id=0):
         return ops.logical_and(i < max_length, ops.logical_not(ops.all(done)))
 
     def body(i, token, done, ids, score, cache):
-        logits, cache = step(token[:, None], index + (prompt_length + i - 1), cache)
+        logits, cache = run(token[:, None], index + (prompt_length + i - 1), cache)
         return i + 1, *write(i, logits, done, ids, score), cache
 
-    logits, cache = step(prompt, index, None)
+    logits, cache = run(prompt, index, None)
     ids = ops.full((batch, max_length), pad_id, dtype="int32")
     state = write(0, logits, ops.zeros((batch,), "bool"), ids, ops.zeros((batch,), "float32"))
     _, _, _, ids, score, _ = ops.while_loop(unfinished, body, (ops.convert_to_tensor(1, "int32"), *state, cache))
@@ -114,7 +118,7 @@ class Generator:
         check_cache(self.encode, self.decode)
 
     def __call__(self, sources):
-        context = self.encode(sources)
+        context = keras.tree.flatten(self.encode(sources))
         prompt = ops.full((ops.shape(context[0])[0], 1), self.start_id, dtype="int32")
         step = cached_step(self.decode, context, length=self.max_length)
         return greedy(step, prompt, self.max_length, self.end_id, self.pad_id)
@@ -135,7 +139,7 @@ def split_at_target(model):
     """Cuts a functional model in two that share its layers, where `target` first matters.
 
     Returns:
-        (`encode`: dict of the other inputs -> list of tensors that do not depend on the target,
+        (`encode`: dict of the other inputs -> list of tensors that do not depend on the target, or the only one,
         `decode`: `[target, *those tensors]` -> logits).
     """
     inputs = {tensor.name: tensor for tensor in model.inputs} if isinstance(model, Functional) else {}
@@ -179,7 +183,7 @@ def _nodes_in_order(model):
 def check_cache(encode, decode):
     """Raises a ValueError if `decode` gives other logits token by token with a cache than for all tokens at once."""
     sources = {tensor.name: _example(tensor, ids=[[1, 2, 3, 1], [3, 2, 0, 0]]) for tensor in encode.inputs}
-    context = encode(sources)
+    context = keras.tree.flatten(encode(sources))
     tokens = np.array([[2, 1, 3, 1, 2, 2], [3, 1, 1, 2, 3, 1]], dtype="int32")
     if _cache_differs(decode, tokens, context):
         graph = [t for node in _nodes_in_order(decode) for t in node.outputs]
