@@ -86,6 +86,8 @@ def pair_batches(
             f"`tokens_per_batch` must be at least the longest row's length; got {tokens_per_batch} for {buckets[-1]}."
         )
 
+    shuffle = check_count("shuffle", shuffle, least=0)
+
     def tokenize(sources, targets):
         source = source_tokenizer.tokenize(sources, end=True)
         target = target_tokenizer.tokenize(targets)
@@ -100,7 +102,7 @@ def pair_batches(
     def batches():
         stream = _examples_in_order(examples)
         if shuffle:
-            stream = _shuffled(stream, check_count("shuffle", shuffle), np.random.default_rng([seed, next(epochs)]))
+            stream = _shuffled(stream, shuffle, np.random.default_rng([seed, next(epochs)]))
         for length, batch in _bucketed(stream, buckets, rows):
             source, target, labels = (_padded(side, length, pad) for side, pad in zip(zip(*batch), pads))
             yield {"source": source, "target": target}, labels

@@ -5,6 +5,7 @@ without them. Letters: `B` batch, `T` tokens.
 """
 
 import base64
+import hashlib
 import io
 import logging
 import re
@@ -16,6 +17,7 @@ from keras_transformer.decoding import Generator
 from keras_transformer.export import write_saved_model
 
 KINDS = ("unigram", "bpe", "char", "word")
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # U+2581, how SentencePiece writes a space
 
 log = logging.getLogger("keras_transformer")
 
@@ -68,16 +70,13 @@ class Tokenizer(keras.layers.Layer):
 
     def _load(self):
         import sentencepiece
-        import tensorflow as tf
-        import tensorflow_text
 
         model = base64.b64decode(self.model)
         pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
         ids = pieces.pad_id(), pieces.unk_id(), pieces.bos_id(), pieces.eos_id()
         if ids != (self.pad_id, self.unknown_id, self.start_id, self.end_id):
             raise ValueError(f"A tokenizer's ids of padding, unknown, start and end must be 0, 1, 2 and 3; got {ids}.")
-        with tf.init_scope():
-            return tensorflow_text.SentencepieceTokenizer(model, out_type=tf.int32)
+        return _sentencepiece_in_graph(model)
 
     @classmethod
     def train(cls, texts, vocab_size=None, kind="unigram", name=None, **options):
@@ -143,7 +142,8 @@ class Tokenizer(keras.layers.Layer):
         ids = tf.cast(ids, tf.int32)
         is_behind_end = tf.cumsum(tf.cast(ids == self.end_id, tf.int32), axis=1) > 0
         is_text = ~is_behind_end & (ids != self.pad_id) & (ids != self.start_id)
-        return self._tokenizer.detokenize(tf.ragged.boolean_mask(ids, is_text))
+        text = self._tokenizer.detokenize(tf.ragged.boolean_mask(ids, is_text))
+        return tf.strings.regex_replace(text, SPACE, " ")  # where no text had a space, it is spelled in bytes
 
     def decode(self, ids):
         """int tensor `[B, T]` -> list of Python strings; half a character at a row's end becomes U+FFFD."""
@@ -161,6 +161,25 @@ class Tokenizer(keras.layers.Layer):
 
     def get_config(self):
         return {**super().get_config(), "model": self.model}
+
+
+def _sentencepiece_in_graph(model):
+    """tensorflow-text's tokenizer, with a model that has a name and so outlives the kernel that made it.
+
+    Without a name it is its kernel's, and lost when TensorFlow drops kernels, as `keras.utils.set_random_seed` makes it.
+    """
+    import tensorflow as tf
+    from tensorflow_text.python.ops import sentencepiece_tokenizer as ops
+
+    class NamedModel(tf.saved_model.experimental.TrackableResource):
+        def _create_resource(self):
+            name = f"sentencepiece_{hashlib.sha256(model).hexdigest()}"
+            return ops.gen_sentencepiece_tokenizer.sentencepiece_op(model=model, shared_name=name)
+
+    with tf.init_scope():
+        tokenizer = ops.SentencepieceTokenizer(model, out_type=tf.int32)
+        tokenizer._model_resource = NamedModel()
+    return tokenizer
 
 
 def _explain(error, kind, vocab_size):

@@ -5,6 +5,7 @@ Padding is taken from the labels, whatever happened to masks on the way. Letters
 
 import keras
 from keras import ops
+from keras.src.losses.loss import scale_loss_for_distribution  # what Keras's own means do; 1 without replicas
 
 from keras_transformer.checks import check_count
 
@@ -26,11 +27,7 @@ def token_losses(labels, logits, label_smoothing=0.0, pad_id=0):
     Returns:
         (losses float32 `[B, T]`, 0 at padding; real float32 `[B, T]`, 1 at real tokens and 0 at padding).
     """
-    if len(logits.shape) != len(labels.shape) + 1:
-        raise ValueError(
-            f"Labels must be token ids [B, T] and predictions logits [B, T, V]; "
-            f"got shapes {tuple(labels.shape)} and {tuple(logits.shape)}."
-        )
+    check_tokens(labels, logits)
     logits = ops.cast(logits, "float32")
     is_real = ops.not_equal(labels, pad_id)
     real = ops.cast(is_real, "float32")
@@ -42,11 +39,23 @@ def token_losses(labels, logits, label_smoothing=0.0, pad_id=0):
     return losses * real, real
 
 
+def check_tokens(labels, logits):
+    """Refuses shapes that do not fit each other, which would broadcast."""
+    shapes = tuple(labels.shape), tuple(logits.shape)
+    fit = len(shapes[0]) == 2 and len(shapes[1]) == 3
+    if not fit or any(None not in sizes and sizes[0] != sizes[1] for sizes in zip(*shapes)):
+        raise ValueError(
+            f"Labels must be token ids [B, T] and predictions logits [B, T, V]; got shapes {shapes[0]} and {shapes[1]}."
+        )
+
+
 def _weighted(real, sample_weight):
     """The weight of each token: `real` times `sample_weight`, which is `[B]` or `[B, T]`."""
     if sample_weight is None:
         return real
-    weight = ops.cast(sample_weight, "float32")
+    weight = ops.cast(ops.convert_to_tensor(sample_weight), "float32")
+    if len(weight.shape) not in (1, 2):
+        raise ValueError(f"`sample_weight` must be of shape [B] or [B, T]; got {tuple(weight.shape)}.")
     return real * (weight[:, None] if len(weight.shape) == 1 else weight)
 
 
@@ -56,8 +65,8 @@ class TokenCrossentropy(keras.losses.Loss):
 
     With `divisor` it is the sum over tokens divided by that fixed number instead, such as the token budget of a batch:
     then it is linear in the tokens, and gradient accumulation and several replicas give the big batch's gradient, also
-    when they hold different numbers of tokens. Keras divides accumulated gradients by the number of micro-batches and
-    each replica's loss by the number of replicas: give the big batch's divisor over that number.
+    when they hold different numbers of tokens. Replicas add their gradients up: give the big batch's divisor. Keras
+    divides accumulated gradients by the number of micro-batches: give the big batch's divisor over that number.
 
     The `loss` that Keras logs over an epoch averages batches by rows; `TokenLoss` does so by tokens.
 
@@ -103,7 +112,9 @@ class TokenCrossentropy(keras.losses.Loss):
         losses, real = token_losses(y_true, y_pred, self.label_smoothing, self.pad_id)
         weights = _weighted(real, sample_weight)
         total = ops.sum(losses * weights)
-        return ops.divide_no_nan(total, ops.sum(weights)) if self.divisor is None else total / self.divisor
+        if self.divisor is not None:
+            return total / self.divisor
+        return scale_loss_for_distribution(ops.divide_no_nan(total, ops.sum(weights)))
 
     def get_config(self):
         own = {"label_smoothing": self.label_smoothing, "pad_id": self.pad_id, "divisor": self.divisor}
@@ -120,7 +131,9 @@ class _TokenMean(keras.metrics.Mean):
     def update_state(self, y_true, y_pred, sample_weight=None):
         y_true, y_pred = ops.convert_to_tensor(y_true), ops.convert_to_tensor(y_pred)
         values, real = self.values(y_true, y_pred)
-        return super().update_state(values, sample_weight=_weighted(real, sample_weight))
+        weights = _weighted(real, sample_weight)
+        # one axis: of two Keras takes the mean along the second first, and would count tokens per padded length
+        return super().update_state(ops.reshape(values, (-1,)), sample_weight=ops.reshape(weights, (-1,)))
 
     def values(self, labels, logits):
         """(value of each token, 1 at real tokens and 0 at padding)."""
@@ -199,6 +212,7 @@ class TokenAccuracy(_TokenMean):
     default_name = "token_accuracy"
 
     def values(self, labels, logits):
+        check_tokens(labels, logits)
         hits = ops.equal(ops.cast(ops.argmax(logits, axis=-1), labels.dtype), labels)
         return ops.cast(hits, "float32"), ops.cast(ops.not_equal(labels, self.pad_id), "float32")
 
@@ -209,7 +223,8 @@ class WarmupInverseSqrt(keras.optimizers.schedules.LearningRateSchedule):
 
     Vaswani et al. 2017, https://arxiv.org/abs/1706.03762, section 5.3:
     `scale * d_model ** -0.5 * min(step ** -0.5, step * warmup_steps ** -1.5)`. Keras counts steps from 0; step 0 gets the
-    rate of step 1, so that the first batch counts too.
+    rate of step 1, so that the first batch counts too. With gradient accumulation over `k` batches Keras counts each of
+    them as a step: give `k * warmup_steps` and `k**0.5 * scale` for the same rates.
 
     Args:
         d_model: int, width of the model.

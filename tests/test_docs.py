@@ -17,7 +17,9 @@ MARKDOWN = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "README.
 
 
 def python_blocks(text):
-    return [textwrap.dedent(block) for block in re.findall(r"^ *```python\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)]
+    return [
+        textwrap.dedent(block) for block in re.findall(r"^ *```python\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
+    ]
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -35,10 +37,12 @@ def test_docstring_examples_run_by_themselves(name):
 def test_a_docstring_starts_with_a_sentence_and_names_every_argument(name):
     public = getattr(kt, name)
     assert re.match(r"\S.*[.`:]", public.__doc__)
-    parameters = inspect.signature(public).parameters.values()
+    parameters = inspect.signature(public.__init__ if inspect.isclass(public) else public).parameters.values()
     named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)} - {"self"}
     if "Args: as `" not in public.__doc__:
-        assert [argument for argument in sorted(named) if not re.search(rf"^ +{argument}: ", public.__doc__, re.M)] == []
+        assert [
+            argument for argument in sorted(named) if not re.search(rf"^ +{argument}: ", public.__doc__, re.M)
+        ] == []
 
 
 @pytest.mark.slow
