@@ -1,15 +1,11 @@
 """Transformer layers for Keras 3: compose them with the functional API, train with `fit`, ship as a SavedModel."""
 
-from keras_transformer.attention import (
-    MultiHeadCrossAttention,
-    MultiHeadSelfAttention,
-    dot_product_attention,
-    lower_triangular_mask,
-)
+from keras_transformer.attention import MultiHeadCrossAttention, MultiHeadSelfAttention, dot_product_attention
 from keras_transformer.blocks import DecoderBlock, EncoderBlock, FeedForward
 from keras_transformer.data import pair_batches
 from keras_transformer.decoding import Generator, greedy
 from keras_transformer.embeddings import TokenEmbedding
+from keras_transformer.masks import lower_triangular_mask
 from keras_transformer.models import PRESETS, build_transformer
 from keras_transformer.positions import PositionalEncoding
 from keras_transformer.scopes import AttentionMaps, DecodingScope

@@ -8,50 +8,15 @@ import math
 
 import keras
 from keras import ops
-from keras.src.backend import get_keras_mask  # Keras has no public way to read the mask that travels with a tensor
 
-from keras_transformer.checks import check_count, check_mask, check_rate, check_vectors
+from keras_transformer.checks import check_count, check_rate, check_vectors
+from keras_transformer.masks import combine_masks, four_axes, keys_mask, lower_triangular_mask
 from keras_transformer.scopes import AttentionMaps, DecodingScope
 
 MASKED_SCORE = -(2.0**32) + 1  # far below any score; softmax is in float32, where it fits and its exponent is 0
 
 
-def lower_triangular_mask(num_queries, num_keys=None):
-    """Which keys each query of a decoder may look at: those at its own position and before.
-
-    With more keys than queries the queries are the last of them, as in decoding with a cache: the triangle is aligned
-    to the last key. Equal in number, it is the lower triangle of the sources (`tf.linalg.LinearOperatorLowerTriangular`).
-
-    Args:
-        num_queries: int or scalar int tensor, `T`.
-        num_keys: int or scalar int tensor, `S`; None for `T`.
-
-    Returns:
-        bool tensor `[T, S]`.
-
-    Example:
-    ```python
-    import numpy as np
-    import keras_transformer as kt
-    mask = kt.lower_triangular_mask(2, 3)
-    assert np.array(mask).tolist() == [[True, True, False], [True, True, True]]
-    ```
-    """
-    num_keys = num_queries if num_keys is None else num_keys
-    queries = ops.arange(num_queries, dtype="int32")[:, None] + (num_keys - num_queries)
-    return ops.arange(num_keys, dtype="int32") <= queries
-
-
-def combine_masks(*masks):
-    """The masks that are not None, ANDed (they broadcast); None where nothing is masked."""
-    masks = [mask for mask in masks if mask is not None]
-    combined = masks.pop() if masks else None
-    for mask in masks:
-        combined = mask if mask is combined else ops.logical_and(combined, mask)
-    return combined
-
-
-def dot_product_attention(query, key, value, mask=None, dropout=0.0, seed=None):
+def dot_product_attention(query, key, value, mask=None, dropout: float = 0.0, seed=None):
     """`softmax(query key^T / sqrt(H)) value`, for each head.
 
     Vaswani et al. 2017, https://arxiv.org/abs/1706.03762, equation 1. Queries are scaled before the product, so that
@@ -99,28 +64,6 @@ def dot_product_attention(query, key, value, mask=None, dropout=0.0, seed=None):
     return ops.einsum("bnts,bsnh->btnh", dropped, value), weights
 
 
-def four_axes(mask, queries, keys, heads, name="mask"):
-    """A checked attention mask as bool `[B or 1, N or 1, T, S]`."""
-    pair = queries, keys
-    mask = check_mask(name, mask, pair, ("B", *pair), ("B", 1, *pair), ("B", heads, *pair), ("B", 1, 1, keys))
-    while len(mask.shape) < 4:
-        mask = mask[None] if len(mask.shape) == 2 else mask[:, None]
-    return mask
-
-
-def padding_of(x, padding_mask, name):
-    """The explicit padding mask of `x`, checked, ANDed with the one that travels with `x`: bool `[B, S]` or None."""
-    if padding_mask is not None:
-        padding_mask = check_mask(name, padding_mask, ("B", x.shape[1]))
-    return combine_masks(get_keras_mask(x), padding_mask)
-
-
-def keys_mask(x, padding_mask, name):
-    """Hides the padding of `x` from every query: bool `[B, 1, 1, S]` or None."""
-    mask = padding_of(x, padding_mask, name)
-    return None if mask is None else mask[:, None, None]
-
-
 def project(dense, x):
     """Applies a Dense layer to `[B, T, D]`, as one product of `B * T` rows.
 
@@ -133,7 +76,9 @@ def project(dense, x):
 class _MultiHeadAttention(keras.layers.Layer):
     """What self- and cross-attention share: the projections and the way from vectors to heads and back."""
 
-    def __init__(self, num_heads, key_dim=None, dropout=0.0, use_bias=True, **kwargs):
+    def __init__(
+        self, num_heads: int, key_dim: int | None = None, dropout: float = 0.0, use_bias: bool = True, **kwargs
+    ):
         super().__init__(**kwargs)
         self.num_heads = check_count("num_heads", num_heads)
         self.key_dim = None if key_dim is None else check_count("key_dim", key_dim)
@@ -199,8 +144,8 @@ class MultiHeadSelfAttention(_MultiHeadAttention):
     Call arguments:
         x: float tensor `[B, T, D]`.
         padding_mask: bool or integer tensor `[B, T]`, non-zero for real tokens; ANDed with the Keras mask of `x`.
-        attention_mask: bool or integer tensor, non-zero where a query may look: `[T, T]`, `[B, T, T]`, `[B, 1, T, T]` or
-            `[B, N, T, T]`.
+        attention_mask: bool or integer tensor, non-zero where a query may look: `[T, T]`, `[B, T, T]`,
+            `[B, 1, T, T]` or `[B, N, T, T]`.
         return_attention_scores: bool, whether to return the attention weights too.
         training: bool, whether dropout acts.
 
@@ -222,7 +167,15 @@ class MultiHeadSelfAttention(_MultiHeadAttention):
     ```
     """
 
-    def __init__(self, num_heads, key_dim=None, causal=False, dropout=0.0, use_bias=True, **kwargs):
+    def __init__(
+        self,
+        num_heads: int,
+        key_dim: int | None = None,
+        causal: bool = False,
+        dropout: float = 0.0,
+        use_bias: bool = True,
+        **kwargs,
+    ):
         super().__init__(num_heads, key_dim, dropout, use_bias, **kwargs)
         self.causal = bool(causal)
 
@@ -263,25 +216,17 @@ class MultiHeadCrossAttention(_MultiHeadAttention):
     `context`, whose width may differ. The Keras mask of the context is used as its padding mask; that of `x` is passed
     on. In a `DecodingScope` the keys and values of the context are computed in the first call and kept.
 
-    Args:
-        num_heads: int, `N`.
-        key_dim: int, size `H` of a head; None for width / `num_heads`.
-        dropout: float in [0, 1), dropout on the attention weights.
-        use_bias: bool, whether the four projections have biases.
+    Args: as `MultiHeadSelfAttention`, but for `causal`.
 
     Call arguments:
         x: float tensor `[B, T, D]`.
         context: float tensor `[B, S, C]`.
         context_padding_mask: bool or integer tensor `[B, S]`, non-zero for real tokens; ANDed with the context's Keras
             mask.
-        attention_mask: bool or integer tensor, non-zero where a query may look: `[T, S]`, `[B, T, S]`, `[B, 1, T, S]` or
-            `[B, N, T, S]`.
-        return_attention_scores: bool, whether to return the attention weights too.
-        training: bool, whether dropout acts.
+        attention_mask, return_attention_scores, training: as `MultiHeadSelfAttention`, with `S` keys.
 
     Returns:
-        float tensor `[B, T, D]`; with `return_attention_scores`, a pair of it and the weights `[B, N, T, S]`. A query
-        that may look nowhere has weights of 0, and the output projection's bias for output.
+        float tensor `[B, T, D]`; with `return_attention_scores`, a pair of it and the weights `[B, N, T, S]`.
 
     Raises:
         ValueError: as `MultiHeadSelfAttention`.

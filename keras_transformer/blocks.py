@@ -8,8 +8,9 @@ import inspect
 import keras
 from keras.src.backend import set_keras_mask
 
-from keras_transformer.attention import MultiHeadCrossAttention, MultiHeadSelfAttention, padding_of, project
-from keras_transformer.checks import check_count, check_options, check_rate, check_vectors
+from keras_transformer.attention import MultiHeadCrossAttention, MultiHeadSelfAttention, project
+from keras_transformer.checks import check_activation, check_count, check_options, check_rate, check_vectors
+from keras_transformer.masks import padding_of
 
 
 @keras.saving.register_keras_serializable(package="keras_transformer")
@@ -46,7 +47,15 @@ class FeedForward(keras.layers.Layer):
     ```
     """
 
-    def __init__(self, intermediate_dim, activation="relu", gated=False, dropout=0.0, use_bias=True, **kwargs):
+    def __init__(
+        self,
+        intermediate_dim: int,
+        activation: str = "relu",
+        gated: bool = False,
+        dropout: float = 0.0,
+        use_bias: bool = True,
+        **kwargs,
+    ):
         super().__init__(**kwargs)
         self.intermediate_dim = check_count("intermediate_dim", intermediate_dim)
         self.activation = check_activation(activation)
@@ -80,14 +89,6 @@ class FeedForward(keras.layers.Layer):
         return {**super().get_config(), **{name: getattr(self, name) for name in names}}
 
 
-def check_activation(activation):
-    """The name of a Keras activation."""
-    if not isinstance(activation, str):
-        raise ValueError(f"`activation` must be the name of a Keras activation, so that it can be saved; got {activation!r}.")
-    keras.activations.get(activation)  # raises a ValueError on an unknown name
-    return activation
-
-
 class _Block(keras.layers.Layer):
     """What both blocks share: their arguments, their children and the residual connection around each child."""
 
@@ -95,15 +96,15 @@ class _Block(keras.layers.Layer):
 
     def __init__(
         self,
-        num_heads,
-        intermediate_dim,
-        dropout=0.1,
-        activation="relu",
-        norm_first=False,
-        use_bias=True,
-        epsilon=1e-6,
-        attention=None,
-        feed_forward=None,
+        num_heads: int,
+        intermediate_dim: int,
+        dropout: float = 0.1,
+        activation: str = "relu",
+        norm_first: bool = False,
+        use_bias: bool = True,
+        epsilon: float = 1e-6,
+        attention: dict | None = None,
+        feed_forward: dict | None = None,
         **kwargs,
     ):
         super().__init__(**kwargs)
@@ -119,6 +120,8 @@ class _Block(keras.layers.Layer):
         self.supports_masking = True
 
     def _build_attention(self, name, cls, *shapes, **options):
+        if any(len(shape) != 3 or shape[-1] is None for shape in shapes):  # token ids, most likely
+            raise ValueError(f"A block takes float vectors of shape [B, T, D], D known; got {[*map(tuple, shapes)]}.")
         child = cls(
             self.num_heads,
             **{"use_bias": self.use_bias, **self.attention, **options},
@@ -155,7 +158,7 @@ class _Block(keras.layers.Layer):
         return norm(x + dropout(sublayer(x), training=training))
 
     def get_config(self):
-        names = inspect.signature(_Block.__init__).parameters.keys() - {"self", "kwargs"}
+        names = [name for name in inspect.signature(_Block.__init__).parameters if name not in ("self", "kwargs")]
         return {**super().get_config(), **{name: getattr(self, name) for name in names}}
 
 
@@ -182,8 +185,8 @@ class EncoderBlock(_Block):
     Call arguments:
         x: float tensor `[B, T, D]`.
         padding_mask: bool or integer tensor `[B, T]`, non-zero for real tokens.
-        attention_mask: bool or integer tensor, non-zero where a query may look: `[T, T]`, `[B, T, T]`, `[B, 1, T, T]` or
-            `[B, N, T, T]`.
+        attention_mask: bool or integer tensor, non-zero where a query may look: `[T, T]`, `[B, T, T]`,
+            `[B, 1, T, T]` or `[B, N, T, T]`.
         training: bool, whether dropout acts.
 
     Returns:
@@ -268,9 +271,7 @@ class DecoderBlock(_Block):
             self._build_attention("cross_attention", MultiHeadCrossAttention, x_shape, context_shape)
         self._build_feed_forward(x_shape)
 
-    def call(
-        self, x, context=None, padding_mask=None, context_padding_mask=None, attention_mask=None, training=None
-    ):
+    def call(self, x, context=None, padding_mask=None, context_padding_mask=None, attention_mask=None, training=None):
         check_vectors("x", x)
         has_context = hasattr(self, "cross_attention")
         if has_context != (context is not None):

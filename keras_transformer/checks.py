@@ -3,56 +3,48 @@
 import keras
 
 
-def check_rate(name, rate):
+def check_rate(name: str, rate: float) -> float:
     """A dropout rate as a float."""
     if not 0 <= rate < 1:
         raise ValueError(f"`{name}` must be at least 0 and below 1; got {rate!r}.")
     return float(rate)
 
 
-def check_count(name, count, least=1):
+def check_count(name: str, count: int, least: int = 1) -> int:
     """A whole number of at least `least`, as an int."""
     if isinstance(count, bool) or int(count) != count or count < least:
         raise ValueError(f"`{name}` must be a whole number of at least {least}; got {count!r}.")
     return int(count)
 
 
-def check_options(name, options, allowed):
-    """A dict of constructor arguments, copied; None is the empty one."""
+def check_activation(activation: str) -> str:
+    """The name of a Keras activation."""
+    if not isinstance(activation, str):
+        raise ValueError(
+            f"`activation` must be the name of a Keras activation, so that it can be saved; got {activation!r}."
+        )
+    keras.activations.get(activation)  # raises a ValueError on an unknown name
+    return activation
+
+
+def check_options(name: str, options: dict | None, allowed) -> dict:
+    """A dict of constructor arguments, copied and plain, so that it can be saved; None is the empty one."""
     options = dict(options or {})
     unknown = sorted(set(options) - set(allowed))
     if unknown:
         raise ValueError(f"`{name}` takes the options {sorted(allowed)}; got {unknown}.")
-    return options
+    return {option: _check_option(option, value) for option, value in options.items()}
 
 
-def check_vectors(name, x):
+def _check_option(name, value):
+    """An option as the layer that gets it will check it."""
+    if name == "key_dim":
+        return None if value is None else check_count(name, value)
+    return check_rate(name, value) if name == "dropout" else bool(value)
+
+
+def check_vectors(name: str, x) -> None:
     """Vectors are `[B, T, D]` floats; token ids passed by mistake are integers `[B, T]`."""
     dtype = keras.backend.standardize_dtype(x.dtype)
     if len(x.shape) != 3 or not keras.backend.is_float_dtype(dtype):
         raise ValueError(f"`{name}` must be float vectors of shape [B, T, D]; got {dtype} of shape {tuple(x.shape)}.")
-
-
-def check_mask(name, mask, *shapes):
-    """A mask as booleans, True where a query may look.
-
-    Args:
-        name: the argument's name.
-        mask: boolean or integer tensor, non-zero counting as True.
-        shapes: the shapes it may have, tuples of sizes (None where unknown) or of letters for any size.
-    """
-    dtype = keras.backend.standardize_dtype(mask.dtype)
-    if keras.backend.is_float_dtype(dtype):
-        raise ValueError(
-            f"`{name}` must be boolean or integer, True (non-zero) where a query may look; got {dtype}. Additive masks "
-            f"(0 to look, a large negative number to hide) are converted by `mask == 0`, ones and zeros by `mask == 1`."
-        )
-
-    def fits(got, wanted):
-        return got == wanted or got is None or wanted is None or isinstance(wanted, str)
-
-    shape = tuple(mask.shape)
-    if not any(len(shape) == len(s) and all(map(fits, shape, s)) for s in shapes):
-        allowed = " or ".join(str(list(s)).replace("'", "") for s in shapes)
-        raise ValueError(f"`{name}` must have the shape {allowed}; got {list(shape)}.")
-    return keras.ops.cast(mask, "bool")

@@ -62,8 +62,8 @@ def pair_batches(
         buckets: list of lengths that rows are padded to; None for `length_buckets(max_length)`.
 
     Returns:
-        `tf.data.Dataset` of `({"source": int32 [B, S], "target": int32 [B, T]}, labels int32 [B, T])`: the source with the
-        end behind it, the decoder's input with the start before it, and the labels with the end behind them.
+        `tf.data.Dataset` of `({"source": int32 [B, S], "target": int32 [B, T]}, labels int32 [B, T])`: the source with
+        the end behind it, the decoder's input with the start before it, and the labels with the end behind them.
 
     Raises:
         ValueError: if `pairs` can be read only once or nothing is left of them; if `tokens_per_batch` is below

@@ -16,10 +16,10 @@ class TokenEmbedding(keras.layers.ReversibleEmbedding):
     """Token ids to vectors scaled by `sqrt(d_model)`; in reverse, vectors to logits with the same table.
 
     Vaswani et al. 2017, https://arxiv.org/abs/1706.03762, section 3.4; tying: Press and Wolf 2016,
-    https://arxiv.org/abs/1608.05859. The table starts normal with standard deviation `d_model ** -0.5`, so that both the
-    vectors and the logits start with a variance near 1. Its gradient is dense, so that an optimizer step does not
-    depend on how often a token occurs (with `keras.layers.Embedding` on TensorFlow, Adam adds one step for each
-    occurrence). The table is read in its own dtype and cast last.
+    https://arxiv.org/abs/1608.05859. The table starts normal with standard deviation `d_model ** -0.5`, so that vectors
+    and logits start with a variance near 1. Its gradient is dense, so that an optimizer step does not depend on how
+    often a token occurs (with `keras.layers.Embedding` on TensorFlow, Adam adds one step for each occurrence). The
+    table is read in its own dtype and cast last.
 
     Args:
         vocab_size: int, `V`.
@@ -49,7 +49,7 @@ class TokenEmbedding(keras.layers.ReversibleEmbedding):
     ```
     """
 
-    def __init__(self, vocab_size, d_model, mask_zero=True, **kwargs):
+    def __init__(self, vocab_size: int, d_model: int, mask_zero: bool = True, **kwargs):
         vocab_size, d_model = check_count("vocab_size", vocab_size), check_count("d_model", d_model)
         kwargs.setdefault("embeddings_initializer", keras.initializers.RandomNormal(stddev=d_model**-0.5))
         super().__init__(vocab_size, d_model, mask_zero=mask_zero, **kwargs)

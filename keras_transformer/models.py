@@ -7,6 +7,7 @@ import keras
 from keras import ops
 
 from keras_transformer.blocks import DecoderBlock, EncoderBlock
+from keras_transformer.checks import check_count
 from keras_transformer.embeddings import TokenEmbedding
 from keras_transformer.positions import PositionalEncoding
 
@@ -19,17 +20,17 @@ PRESETS = {
 
 
 def build_transformer(
-    vocab_size,
-    target_vocab_size=None,
-    d_model=512,
-    num_layers=6,
-    num_heads=8,
-    intermediate_dim=2048,
-    dropout=0.1,
-    tie_embeddings=None,
-    name="transformer",
+    vocab_size: int,
+    target_vocab_size: int | None = None,
+    d_model: int = 512,
+    num_layers: int = 6,
+    num_heads: int = 8,
+    intermediate_dim: int = 2048,
+    dropout: float = 0.1,
+    tie_embeddings: str | None = None,
+    name: str = "transformer",
     **block,
-):
+) -> keras.Model:
     """An encoder-decoder: `{"source": ids [B, S], "target": ids [B, T]} -> logits [B, T, V]`.
 
     Vaswani et al. 2017, https://arxiv.org/abs/1706.03762. `target` is the decoder's input, the labels shifted right
@@ -55,7 +56,7 @@ def build_transformer(
         An uncompiled functional `keras.Model`.
 
     Raises:
-        ValueError: on an unknown `tie_embeddings`, or `"all"` with two vocabularies; otherwise as the layers.
+        ValueError: on an unknown `tie_embeddings`, `"all"` with two vocabularies, or no layers; otherwise as the layers.
 
     Example:
     ```python
@@ -70,7 +71,8 @@ def build_transformer(
         tie_embeddings = "all" if target_vocab_size in (None, vocab_size) else "target"
     if tie_embeddings not in ("all", "target", "none"):
         raise ValueError(f"`tie_embeddings` must be 'all', 'target' or 'none'; got {tie_embeddings!r}.")
-    target_vocab_size = target_vocab_size or vocab_size
+    target_vocab_size = vocab_size if target_vocab_size is None else target_vocab_size
+    d_model, num_layers = check_count("d_model", d_model), check_count("num_layers", num_layers)
     if tie_embeddings == "all" and target_vocab_size != vocab_size:
         raise ValueError(
             f"`tie_embeddings='all'` needs one vocabulary; got sizes {vocab_size} and {target_vocab_size}."

@@ -13,7 +13,7 @@ from keras_transformer.checks import check_rate, check_vectors
 from keras_transformer.scopes import DecodingScope
 
 
-def sinusoid(positions, width, max_wavelength=10000, layout="concatenated"):
+def sinusoid(positions, width: int, max_wavelength: float = 10000, layout: str = "concatenated"):
     """Sines and cosines of positions, at wavelengths that grow geometrically from 2 pi to `max_wavelength` * 2 pi.
 
     Pair `i` of a width `D` turns by `max_wavelength ** (-2 i / D)` radians a position.
@@ -26,7 +26,7 @@ def sinusoid(positions, width, max_wavelength=10000, layout="concatenated"):
             sine in the even and cosine in the odd columns.
 
     Returns:
-        float32 tensor, the shape of `positions` with `[D]` behind, within 1e-5 of the exact value up to position 10,000.
+        float32 tensor, the shape of `positions` with `[D]` behind, within 1e-5 of the exact value to position 10,000.
     """
     pairs = (width + 1) // 2
     turns = float(max_wavelength) ** (-2 * np.arange(pairs) / width) / (2 * math.pi)
@@ -76,7 +76,7 @@ class PositionalEncoding(keras.layers.Layer):
     ```
     """
 
-    def __init__(self, max_wavelength=10000, layout="concatenated", dropout=0.0, **kwargs):
+    def __init__(self, max_wavelength: float = 10000, layout: str = "concatenated", dropout: float = 0.0, **kwargs):
         super().__init__(**kwargs)
         if layout not in ("concatenated", "interleaved"):
             raise ValueError(f"`layout` must be 'concatenated' or 'interleaved'; got {layout!r}.")

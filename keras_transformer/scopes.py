@@ -28,7 +28,7 @@ class _Scope:
 
     @classmethod
     def current(cls):
-        """The innermost open scope of this class, or None. A symbolic call only describes a graph: it meets no scope."""
+        """The innermost open scope of this class, or None; in a symbolic call, which only describes a graph, None."""
         stack = _active.__dict__.get(cls.__name__)
         return stack[-1] if stack and not in_symbolic_scope() else None
 
@@ -73,7 +73,7 @@ class DecodingScope(_Scope):
     ```
     """
 
-    def __init__(self, cache, index, length):
+    def __init__(self, cache: dict | None, index, length: int):
         self._old = cache or {"self": {}, "cross": {}}
         self._calls = {"self": 0, "cross": 0}
         self.cache = {"self": {}, "cross": {}}

@@ -103,7 +103,8 @@ class Tokenizer(keras.layers.Layer):
             raise ValueError(f"`kind` must be one of {KINDS}; got {kind!r}.")
         special = {"pad_id": cls.pad_id, "unk_id": cls.unknown_id, "bos_id": cls.start_id, "eos_id": cls.end_id}
         exact = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
-        size = {"vocab_size": vocab_size or 8000, "hard_vocab_limit": False}
+        # SentencePiece says which size is the least only where the special ids fit
+        size = {"vocab_size": max(vocab_size or 8000, len(special) + 1), "hard_vocab_limit": False}
         if kind in ("char", "word"):
             least = len(special) + (256 if kind == "char" else 0) + 1
             size["use_all_vocab"] = vocab_size is None
@@ -197,6 +198,13 @@ def decode_strings(strings):
     return [text.decode("utf-8", "replace") for text in strings.numpy().tolist()]
 
 
+def _embedded(model, name):
+    """For how many ids the embeddings that read a model's input `name` have vectors; infinity if none reads it."""
+    embeddings = [layer for layer in model.layers if isinstance(layer, keras.layers.Embedding)]
+    read = {e.input_dim for e in embeddings for node in e._inbound_nodes for t in node.input_tensors if t.name == name}
+    return min(read, default=float("inf"))
+
+
 @keras.saving.register_keras_serializable(package="keras_transformer")
 class Translator(keras.Model):
     """Strings to strings: a source tokenizer, a model that writes with a cache, and a target tokenizer, in one graph.
@@ -248,17 +256,23 @@ class Translator(keras.Model):
         self.max_length = check_count("max_length", max_length)
         self.max_source_length = check_count("max_source_length", max_source_length)
         self.batch_size = check_count("batch_size", batch_size)
-        if model.output.shape[-1] < target_tokenizer.vocab_size:
-            raise ValueError(
-                f"The model must have a logit for each token of `target_tokenizer`; got {model.output.shape[-1]} for "
-                f"{target_tokenizer.vocab_size}."
-            )
         self.model = model
         self.source_tokenizer = source_tokenizer
         self.target_tokenizer = target_tokenizer
         self._generate = Generator(
             model, max_length, target_tokenizer.start_id, target_tokenizer.end_id, target_tokenizer.pad_id
         )
+        logits, vectors = model.output.shape[-1], _embedded(model, "source")
+        if logits < target_tokenizer.vocab_size:
+            raise ValueError(
+                "The model must have a logit for each token of `target_tokenizer`; "
+                f"got {logits} for {target_tokenizer.vocab_size}."
+            )
+        if vectors < source_tokenizer.vocab_size:
+            raise ValueError(
+                "The model must have a vector for each token of `source_tokenizer`; "
+                f"got {vectors} for {source_tokenizer.vocab_size}."
+            )
         self._run = self._compile()
         self.built = True
 

@@ -84,10 +84,12 @@ def reloaded(model, tmp_path):
 
 
 def exported(model, tmp_path):
+    """The function that an exported model serves."""
     import tensorflow as tf
 
     model.export(tmp_path / "exported", verbose=False)
-    return tf.saved_model.load(str(tmp_path / "exported"))
+    loaded = tf.saved_model.load(str(tmp_path / "exported"))
+    return lambda *args: loaded.serve(*args)  # keeps `loaded`, which owns the variables, alive
 
 
 def assert_padding_changes_nothing(f, pooled=False):
@@ -116,8 +118,7 @@ def test_padding_does_not_change_tokens(cls, depth, norm_first, embedding):
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("cls", BLOCKS)
 def test_padding_does_not_change_the_average_of_tokens(cls, norm_first, explicit):
-    if explicit == "first" or explicit is None or not norm_first:
-        assert_padding_changes_nothing(stack(cls, 2, norm_first, pooled=True, explicit=explicit), pooled=True)
+    assert_padding_changes_nothing(stack(cls, 2, norm_first, pooled=True, explicit=explicit), pooled=True)
 
 
 @pytest.mark.parametrize("explicit", ["first", "all"])
@@ -159,7 +160,7 @@ def test_padding_does_not_change_tokens_after_a_reload(cls, embedding, explicit,
 @pytest.mark.parametrize("cls", BLOCKS)
 def test_padding_does_not_change_tokens_after_an_export(cls, explicit, tmp_path):
     model = stack(cls, 2, norm_first=True, explicit=explicit)
-    served = exported(model, tmp_path).serve
+    served = exported(model, tmp_path)
     close(served(PADDED.astype("int32")), model(PADDED))
     assert_padding_changes_nothing(lambda ids: served(ids.astype("int32")))
 
@@ -179,7 +180,7 @@ def test_padding_on_both_sides_does_not_change_tokens_after_a_reload(explicit, t
 @tf_only
 @pytest.mark.slow
 def test_padding_on_both_sides_does_not_change_tokens_after_an_export(tmp_path):
-    served = exported(pair(2), tmp_path).serve
+    served = exported(pair(2), tmp_path)
     assert_padding_changes_nothing_on_both_sides(lambda pair: served([ids.astype("int32") for ids in pair]))
 
 
@@ -424,16 +425,16 @@ def test_wrong_masks_of_the_context_are_refused(rng):
         layer(x, context, context_padding_mask=np.ones((1, 4), bool))
 
 
-@pytest.mark.parametrize("shape", [(1, 4), (1, 4, WIDTH)])
+@pytest.mark.parametrize("shape", [(1, 4), (1, 3), (1, 4, WIDTH)])
 @pytest.mark.parametrize("cls", [*BLOCKS, lambda **_: kt.FeedForward(16)])
 def test_token_ids_are_refused(cls, shape):
-    with pytest.raises(ValueError, match="`x` must be float vectors.*int"):
+    with pytest.raises(ValueError, match="float vectors of shape"):
         block(cls)(np.ones(shape, "int32"))
 
 
 @pytest.mark.parametrize("cls", BLOCKS)
 def test_symbolic_token_ids_of_any_length_are_refused(cls):
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="float vectors of shape"):
         block(cls)(keras.Input((None,), dtype="int32"))
 
 
@@ -561,7 +562,7 @@ def test_every_weight_gets_a_gradient(cls, num_inputs, norm_first, rng):
 def test_a_block_is_exported_for_any_batch_and_length(cls, num_inputs, norm_first, tmp_path, rng):
     inputs = [keras.Input((None, WIDTH)) for _ in range(num_inputs)]
     model = scrambled(keras.Model(inputs, block(cls, norm_first=norm_first)(*inputs)))
-    served = exported(model, tmp_path).serve
+    served = exported(model, tmp_path)
     for batch, lengths in ((1, (4, 2)), (3, (1, 5))):
         args = [rng.normal(size=(batch, n, WIDTH)).astype("float32") for n in lengths[:num_inputs]]
         close(served(args), model(args))
