@@ -9,7 +9,8 @@ from keras_transformer.masks import lower_triangular_mask
 from keras_transformer.models import PRESETS, build_transformer
 from keras_transformer.positions import PositionalEncoding
 from keras_transformer.scopes import AttentionMaps, DecodingScope
-from keras_transformer.text import Tokenizer, Translator
+from keras_transformer.text import Translator
+from keras_transformer.tokenizer import Tokenizer
 from keras_transformer.training import Perplexity, TokenAccuracy, TokenCrossentropy, TokenLoss, WarmupInverseSqrt
 
 __all__ = [

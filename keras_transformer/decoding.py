@@ -19,16 +19,17 @@ def greedy(step, prompt, max_length, end_id=3, pad_id=0):
     """The most likely next token, over and over, in one `while_loop` that ends when every row has ended.
 
     Args:
-        step: function `(tokens int32 [B, P or 1], index int32 [B], cache) -> (logits [B, P or 1, V], cache)`: the logits
-            behind new tokens that stand in their rows at `index` and after. The first call gets the prompt and None.
+        step: function `(tokens int32 [B, P or 1], index int32 [B], cache) -> (logits [B, P or 1, V], cache)`: the
+            logits behind new tokens that stand in their rows at `index` and after. The first call gets the prompt and
+            no cache (None).
         prompt: int32 tensor `[B, P]`, what each output continues; not part of the output.
         max_length: int, `L`, the most tokens to write, the end among them.
         end_id: int, the token that ends a row.
         pad_id: int, what stands behind the end. It is never chosen before, being no token.
 
     Returns:
-        A dict of `ids` int32 `[B, L]`, `score` float32 `[B]` (the sum of the log-probabilities of the tokens written, in
-        nats) and `length` int32 `[B]` (how many, the end among them).
+        A dict of `ids` int32 `[B, L]`, `score` float32 `[B]` (the sum of the log-probabilities of the tokens written,
+        in nats) and `length` int32 `[B]` (how many, the end among them).
 
     Example:
     ```python
@@ -78,9 +79,10 @@ def greedy(step, prompt, max_length, end_id=3, pad_id=0):
 class Generator:
     """Writes target ids for source inputs with a functional model of this package's blocks.
 
-    The model is cut where `target` first matters: what depends on the other inputs alone (an encoder) runs once a batch,
-    the rest runs a token at a time in a `DecodingScope`. Any functional model does whose layers either treat positions
-    one by one or know the scope; when a `Generator` is made, it runs the model on a few tokens both ways and compares.
+    The model is cut where `target` first matters: what depends on the other inputs alone (an encoder) runs once a
+    batch, the rest runs a token at a time in a `DecodingScope`. Any functional model does whose layers either treat
+    positions one by one or know the scope; when a `Generator` is made, it runs the model on a few tokens both ways and
+    compares.
 
     Args:
         model: functional `keras.Model` from a dict of inputs, one of them `"target"` (int ids `[B, T]`), to logits
@@ -169,9 +171,14 @@ def split_at_target(model):
         )
         outputs = keras.tree.flatten(node.operation(*args, **kwargs))
         own.update(zip(map(id, node.outputs), outputs))
-    decode = keras.Model(own_inputs, own[id(model.outputs[0])], name="decode")
-    decode.supports_masking = True  # masks travel on its inputs; Keras warns that a functional model ends them
+    decode = _takes_masks(keras.Model(own_inputs, own[id(model.outputs[0])], name="decode"))
     return keras.Model(inputs, context, name="encode"), decode
+
+
+def _takes_masks(model):
+    """`model`, whose inputs carry masks, which Keras warns that a functional model ends."""
+    model.supports_masking = True
+    return model
 
 
 def _nodes_in_order(model):
@@ -188,7 +195,7 @@ def check_cache(encode, decode):
     if _cache_differs(decode, tokens, context):
         graph = [t for node in _nodes_in_order(decode) for t in node.outputs]
         names = [t._keras_history.operation.name for t in graph]
-        probes = (keras.Model(decode.inputs, t) for t in graph)
+        probes = (_takes_masks(keras.Model(decode.inputs, t)) for t in graph)
         culprit = next((n for n, probe in zip(names, probes) if _cache_differs(probe, tokens, context)), decode.name)
         raise ValueError(
             "A model that generates must give the same logits token by token with a cache as for all tokens at once: "
@@ -200,11 +207,11 @@ def check_cache(encode, decode):
 def _cache_differs(decode, tokens, context):
     """Whether rows of 3 and 2 tokens, continued one at a time, miss what `decode` says of all at once."""
     full = np.asarray(ops.cast(decode([ops.convert_to_tensor(tokens), *context]), "float32"))
-    if full.shape[:2] != tokens.shape:
-        return False  # not by position (a weight, a mask): nothing to compare
     step = cached_step(decode, context, length=tokens.shape[1])
     index = np.array([3, 2], dtype="int32")
     out, cache = step(tokens[:, :3], np.zeros_like(index), None)
+    if full.shape[:2] != tokens.shape:  # not by position: a weight, which does not change, or a mean over tokens
+        return full.shape != out.shape or not np.allclose(full, np.asarray(ops.cast(out, "float32")))
     pairs = [(full[:, :2], out[:, :2])]
     rows = np.arange(len(tokens))
     while index.max() < tokens.shape[1]:

@@ -56,7 +56,8 @@ def build_transformer(
         An uncompiled functional `keras.Model`.
 
     Raises:
-        ValueError: on an unknown `tie_embeddings`, `"all"` with two vocabularies, or no layers; otherwise as the layers.
+        ValueError: on an unknown `tie_embeddings`, `"all"` with two vocabularies, or no layers; otherwise as the
+            layers.
 
     Example:
     ```python

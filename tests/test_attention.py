@@ -1,4 +1,4 @@
-"""Attention: the sources' mask, Keras's own layer as oracle, masks of every shape and kind, precision, caches and maps."""
+"""Attention: the sources' mask, Keras's layer as oracle, masks of every shape and kind, precision, caches and maps."""
 
 import itertools
 

@@ -270,7 +270,10 @@ def test_an_encoder_block_looks_ahead_and_takes_an_attention_mask(rng):
 
 
 CONFIGURED = [
-    (kt.EncoderBlock, {"num_heads": 2, "intermediate_dim": 16, "dropout": 0.2, "activation": "gelu", "norm_first": True}),
+    (
+        kt.EncoderBlock,
+        {"num_heads": 2, "intermediate_dim": 16, "dropout": 0.2, "activation": "gelu", "norm_first": True},
+    ),
     (
         kt.DecoderBlock,
         {
