@@ -159,6 +159,7 @@ def plot_history(history, path):
 
 def plot_attention(translator, word, path):
     """Where the last decoder block looks in the word as it writes each phoneme, averaged over heads."""
+    import keras
     import matplotlib.pyplot as plt
     import numpy as np
 
@@ -167,7 +168,7 @@ def plot_attention(translator, word, path):
     letters, phonemes = translator.source_tokenizer, translator.target_tokenizer
     source = letters.tokenize([word], end=True).to_tensor()
     labels = phonemes.tokenize(translator([word]), end=True).to_tensor()
-    target = np.concatenate([[[phonemes.start_id]], labels[:, :-1]], axis=1)
+    target = keras.ops.pad(labels[:, :-1], [[0, 0], [1, 0]], constant_values=phonemes.start_id)
     with kt.AttentionMaps() as maps:
         translator.model({"source": source, "target": target})
     weights = [maps[name] for name in maps if name.endswith("cross_attention")][-1]

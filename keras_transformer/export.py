@@ -1,7 +1,6 @@
 """Writing a SavedModel so that a failed write leaves the old one whole."""
 
 import pathlib
-import shutil
 import tempfile
 
 import keras
@@ -11,11 +10,17 @@ def write_saved_model(filepath, layer, endpoints):
     """Writes functions of a layer as the signatures of a SavedModel, by `keras.export.ExportArchive`.
 
     Args:
-        filepath: path of the folder; what is there before is replaced when the new one is complete.
+        filepath: path of the folder; an old SavedModel there is replaced when the new one is complete.
         layer: built Keras layer or model, whose variables and assets the functions use.
         endpoints: dict from a signature's name to (function of tensors, list of `tf.TensorSpec` with names).
+
+    Raises:
+        ValueError: if there is something else at `filepath`, which would be lost.
     """
     filepath = pathlib.Path(filepath)
+    is_free = not filepath.exists() or (filepath.is_dir() and not any(filepath.iterdir()))
+    if not is_free and not (filepath / "saved_model.pb").exists():
+        raise ValueError(f"`filepath` must be a new path, an empty folder or a SavedModel to replace; got {filepath}.")
     filepath.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=filepath.parent, prefix=f".{filepath.name}-") as folder:
         new, old = pathlib.Path(folder, "new"), pathlib.Path(folder, "old")
@@ -27,4 +32,3 @@ def write_saved_model(filepath, layer, endpoints):
         if filepath.exists():
             filepath.rename(old)
         new.rename(filepath)
-        shutil.rmtree(old, ignore_errors=True)

@@ -40,7 +40,7 @@ def embedded(ids, embedding, masked=True):
 
 
 def stack(cls, depth, norm_first=False, embedding="TokenEmbedding", pooled=False, explicit=None):
-    """A model of `depth` blocks. `explicit` masks go to `"all"` blocks or to the `"first"`, which has to pass them on."""
+    """A model of `depth` blocks. `explicit` masks go to `"all"` blocks or to the `"first"`, which passes them on."""
     ids = keras.Input((None,), dtype="int32")
     x = embedded(ids, embedding, masked=explicit is None)
     for i in range(depth):
