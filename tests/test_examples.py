@@ -32,9 +32,9 @@ def test_reverse_learns_to_reverse(tmp_path):
 
 
 def test_pronounce_trains_plots_exports_and_speaks(tmp_path):
-    output = run(tmp_path, "pronounce.py", "train", "--words", "3000", "--epochs", "2")
+    output = run(tmp_path, "pronounce.py", "train", "--words", "3000", "--epochs", "12")
     words, phonemes = map(float, re.search(r"word error rate ([\d.]+)%, phoneme error rate ([\d.]+)%", output).groups())
-    assert words <= 100 and phonemes < 85  # after some seconds it knows which phonemes are frequent, at least
+    assert words < 98 and phonemes < 60  # 87 % and 39 % when it was written
     losses = [float(loss) for loss in re.findall(r"val_token_loss: ([\d.]+)", output)]
     assert losses[-1] < losses[0] < 3.8  # 3.8 nats: even guessing among 43
     written = {path.name for path in (tmp_path / "runs/pronounce").iterdir()}

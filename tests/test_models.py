@@ -14,8 +14,8 @@ import keras_transformer as kt
 VOCAB, START = 12, 2
 TF = keras.backend.backend() == "tensorflow"
 ORACLE = Path(__file__).parent / "oracles" / "torch_transformer.npz"
-SHORT = {"source": np.array([[3, 4], [5, 6]]), "target": np.array([[2, 7, 8], [2, 9, 3]])}
-PADDED = {"source": np.array([[3, 4, 0, 0], [5, 6, 0, 0]]), "target": np.array([[2, 7, 8, 0, 0], [2, 9, 3, 0, 0]])}
+SHORT = {"source": np.array([[3, 4], [5, 6]]), "target": np.array([[2, 7, 8], [2, 6, 3]])}
+PADDED = {"source": np.array([[3, 4, 0, 0], [5, 6, 0, 0]]), "target": np.array([[2, 7, 8, 0, 0], [2, 6, 3, 0, 0]])}
 
 
 def array(x):
@@ -27,7 +27,7 @@ def close(actual, expected, atol=1e-5):
 
 
 def small(vocab_size=VOCAB, target_vocab_size=None, **options):
-    sizes = {"d_model": 16, "num_layers": 2, "num_heads": 2, "intermediate_dim": 32, **options}
+    sizes = {"d_model": 16, "num_layers": 1, "num_heads": 2, "intermediate_dim": 32, **options}
     return kt.build_transformer(vocab_size, target_vocab_size, **sizes)
 
 
@@ -134,10 +134,10 @@ def test_a_preset_has_the_parameters_of_its_sizes(name):
 
 
 def test_options_change_the_number_of_parameters():
-    sizes = {"vocab_size": VOCAB, "d_model": 16, "num_layers": 2, "intermediate_dim": 32}
+    sizes = {"vocab_size": VOCAB, "d_model": 16, "num_layers": 1, "intermediate_dim": 32}
     assert small(tie_embeddings="none").count_params() == parameters(**sizes, tables=3)
     assert small(norm_first=True).count_params() == parameters(**sizes) + 2 * 2 * 16
-    gates = 2 * 2 * (16 * 32 + 32)
+    gates = 2 * (16 * 32 + 32)
     assert small(feed_forward={"gated": True}).count_params() == parameters(**sizes) + gates
 
 
@@ -170,7 +170,7 @@ def whole_from_parts(model, batch):
     source_embedding, target_embedding = (
         model.get_layer("embedding" if "embedding" in names else f"{side}_embedding") for side in ("source", "target")
     )
-    source_mask, target_mask = batch["source"] != 0, batch["target"] != 0
+    source_mask, target_mask = (ops.convert_to_tensor(batch[side] != 0) for side in ("source", "target"))
     x = model.get_layer("source_positions")(source_embedding(batch["source"]))
     memory = model.get_layer("encoder")([x, source_mask])
     y = model.get_layer("target_positions")(target_embedding(batch["target"]))
@@ -181,7 +181,7 @@ def whole_from_parts(model, batch):
 @pytest.mark.parametrize("tie", ["all", "target", "none"])
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_the_parts_make_the_whole_before_and_after_a_reload(norm_first, tie, tmp_path):
-    model = small(norm_first=norm_first, tie_embeddings=tie)
+    model = small(num_layers=2, norm_first=norm_first, tie_embeddings=tie)
     again = reloaded(model, tmp_path)
     for batch in (SHORT, PADDED):
         logits = model(batch)
@@ -192,8 +192,8 @@ def test_the_parts_make_the_whole_before_and_after_a_reload(norm_first, tie, tmp
 def test_encoder_and_decoder_are_models_that_a_reload_keeps(tmp_path, rng):
     model = small()
     again = reloaded(model, tmp_path)
-    x, y = (rng.normal(size=(2, n, 16)).astype("float32") for n in (4, 5))
-    x_mask, y_mask = PADDED["source"] != 0, PADDED["target"] != 0
+    x, y = (ops.convert_to_tensor(rng.normal(size=(2, n, 16)), "float32") for n in (4, 5))
+    x_mask, y_mask = (ops.convert_to_tensor(PADDED[side] != 0) for side in ("source", "target"))
     memory = model.get_layer("encoder")([x, x_mask])
     assert memory.shape == x.shape
     close(again.get_layer("encoder")([x, x_mask]), memory)
@@ -212,6 +212,7 @@ def test_no_layer_holds_code_of_its_own():
 def test_a_model_of_every_option_comes_back(tmp_path):
     model = small(
         target_vocab_size=9,
+        num_layers=2,
         tie_embeddings="none",
         norm_first=True,
         activation="silu",
@@ -243,7 +244,7 @@ def test_summary_shows_encoder_and_decoder():
     for name in ("source", "target", "embedding", "encoder", "decoder"):
         assert f"│ {name} " in text
     lines.clear()
-    small().get_layer("decoder").summary(print_fn=lambda line, **_: lines.append(line))
+    small(num_layers=2).get_layer("decoder").summary(print_fn=lambda line, **_: lines.append(line))
     assert "decoder_block_1" in "\n".join(lines) and "decoder_block_2" in "\n".join(lines)
 
 
@@ -268,7 +269,7 @@ def assert_padding_changes_nothing(f):
 @pytest.mark.parametrize("sizes", [(VOCAB, None), (VOCAB, 10)])
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_padding_does_not_change_logits_before_and_after_a_reload(norm_first, sizes, tmp_path):
-    model = small(*sizes, norm_first=norm_first)
+    model = small(*sizes, num_layers=2, norm_first=norm_first)
     assert_padding_changes_nothing(model)
     assert_padding_changes_nothing(reloaded(model, tmp_path))
 
@@ -308,16 +309,15 @@ def test_logits_depend_on_the_whole_source_and_on_the_target_so_far(norm_first):
 
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_it_learns_to_copy(norm_first, rng):
-    model = compiled(small(d_model=32, intermediate_dim=64, num_layers=1, dropout=0.0, norm_first=norm_first))
+    model = compiled(small(d_model=32, intermediate_dim=64, dropout=0.0, norm_first=norm_first))
     inputs, labels = copy_batch(rng)
     losses = [float(model.train_on_batch(inputs, labels)) for _ in range(40)]
     assert losses[-1] < losses[0] / 2
 
 
-@pytest.mark.parametrize("tie", ["all", "target", "none"])
-@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize(["norm_first", "tie"], [(False, "all"), (True, "none"), (True, "target")])
 def test_one_step_of_fit_changes_every_weight(norm_first, tie, rng):
-    model = compiled(small(num_layers=1, norm_first=norm_first, tie_embeddings=tie))
+    model = compiled(small(norm_first=norm_first, tie_embeddings=tie))
     inputs, labels = copy_batch(rng)
     before = [array(weight) for weight in model.trainable_weights]
     history = model.fit(inputs, labels, batch_size=16, epochs=1, verbose=0)
@@ -330,7 +330,7 @@ def test_one_step_of_fit_changes_every_weight(norm_first, tie, rng):
 
 def test_a_tied_table_is_one_variable_after_a_reload_and_a_step(tmp_path, rng):
     inputs, labels = copy_batch(rng)
-    model = compiled(small(num_layers=1, dropout=0.0))
+    model = compiled(small(dropout=0.0))
     model.train_on_batch(inputs, labels)
     again = reloaded(model, tmp_path)
     assert len(tables(again)) == 1 and again.count_params() == model.count_params()
@@ -352,9 +352,9 @@ def test_a_tied_table_is_one_variable_after_a_reload_and_a_step(tmp_path, rng):
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize(["dtype", "atol"], [("mixed_bfloat16", 0.2), ("mixed_float16", 0.03)])
 def test_half_precision_is_near_float32(dtype, atol, norm_first, tmp_path):
-    full = small(norm_first=norm_first)
+    full = small(num_layers=2, norm_first=norm_first)
     keras.config.set_dtype_policy(dtype)
-    half = small(norm_first=norm_first)
+    half = small(num_layers=2, norm_first=norm_first)
     half.set_weights(full.get_weights())
     logits = half(PADDED)
     assert np.isfinite(array(logits)).all()
@@ -376,7 +376,7 @@ def test_half_precision_model_is_the_same_when_it_comes_back_under_float32(dtype
 @pytest.mark.parametrize("dtype", ["mixed_bfloat16", "mixed_float16"])
 def test_half_precision_trains(dtype, rng):
     keras.config.set_dtype_policy(dtype)
-    model = compiled(small(num_layers=1, dropout=0.0))
+    model = compiled(small(dropout=0.0))
     inputs, labels = copy_batch(rng)
     losses = [float(model.train_on_batch(inputs, labels)) for _ in range(5)]
     assert np.isfinite(losses).all() and losses[-1] < losses[0]
