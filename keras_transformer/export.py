@@ -31,4 +31,9 @@ def write_saved_model(filepath, layer, endpoints):
         archive.write_out(str(new), verbose=False)
         if filepath.exists():
             filepath.rename(old)
-        new.rename(filepath)
+        try:
+            new.rename(filepath)
+        except OSError:
+            if old.exists():
+                old.rename(filepath)
+            raise

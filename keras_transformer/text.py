@@ -47,7 +47,7 @@ class Translator(keras.Model):
         nats) and `length` int32 `[B, 1]` (tokens written, the end among them).
 
     Raises:
-        ValueError: as `Generator`; if the model's vocabulary is smaller than a tokenizer's.
+        ValueError: as `Generator`; if the model's vocabulary is smaller than a tokenizer's; on a string that is no list.
 
     Example:
     ```python
@@ -107,6 +107,8 @@ class Translator(keras.Model):
         return tf.TensorSpec([None], tf.string, name="text")
 
     def __call__(self, text):
+        if isinstance(text, str):
+            raise ValueError(f"Texts come as a list of strings, also a single one; got the string {text!r}.")
         return self.translate(text) if isinstance(text, (list, tuple)) else super().__call__(text)
 
     def translate(self, texts):

@@ -321,11 +321,12 @@ def built(**options):
     return kt.build_transformer(VOCAB, **options)
 
 
-def shaken(model, scale=0.5):
-    """The model with weights so large that what it writes depends on everything before."""
+def shaken(model):
+    """The model with kernels so large that what it writes depends on everything before, not on biases."""
     rng = np.random.default_rng(5)
     for weight in model.trainable_weights:
-        weight.assign(rng.normal(scale=scale, size=weight.shape))
+        noise = rng.normal(size=weight.shape)
+        weight.assign(noise if len(weight.shape) > 1 else ops.convert_to_numpy(weight) + 0.1 * noise)
     return model
 
 

@@ -208,12 +208,23 @@ def names_in(folder):
 
 def test_a_second_export_replaces_the_folder(translator, tmp_path):
     folder = tmp_path / "deep" / "er" / "model"
-    folder.mkdir(parents=True)
-    (folder / "of the old one").write_text("x")
+    (folder / "variables").mkdir(parents=True)
+    for name in ("saved_model.pb", "variables/of the old one", "of the old one"):
+        (folder / name).write_text("x")
     translator.export(folder)
     assert {"saved_model.pb", "variables"} <= set(names_in(folder)) and "of the old one" not in names_in(folder)
+    assert "of the old one" not in names_in(folder / "variables")
     assert names_in(folder.parent) == ["model"]
     assert loaded_answers(folder, WORDS[:3]) == translator(WORDS[:3])
+
+
+def test_what_is_no_saved_model_is_not_replaced(translator, tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "text").write_text("x")
+    for path in (tmp_path / "notes", tmp_path / "notes" / "text"):
+        with pytest.raises(ValueError, match="`filepath` must be a new path, an empty folder or a SavedModel"):
+            translator.export(path)
+    assert names_in(tmp_path) == ["notes"] and names_in(tmp_path / "notes") == ["text"]
 
 
 def fail_while_writing(monkeypatch):
@@ -222,7 +233,7 @@ def fail_while_writing(monkeypatch):
         pathlib.Path(filepath, "half").write_text("x")
         raise OSError("disk full")
 
-    monkeypatch.setattr(keras.export.ExportArchive, "write_out", write_out)
+    monkeypatch.setattr(type(keras.export.ExportArchive()), "write_out", write_out)
 
 
 def fail_while_renaming(monkeypatch):

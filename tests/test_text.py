@@ -312,6 +312,11 @@ def test_a_list_of_strings_gives_a_list_of_strings(translator):
     assert translator([]) == []
 
 
+def test_a_string_that_is_no_list_is_refused(translator):
+    with pytest.raises(ValueError, match="a list of strings, also a single one; got the string 'a b'"):
+        translator("a b")
+
+
 def test_each_string_is_answered_as_if_it_were_alone(translator):
     assert [translator([source])[0] for source in SOURCES] == translator(SOURCES)
     assert translator(SOURCES[::-1]) == translator(SOURCES)[::-1]
