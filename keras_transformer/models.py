@@ -105,7 +105,8 @@ def _encoder(d_model, num_layers, **block):
     for i in range(num_layers):
         x = EncoderBlock(**block, name=f"encoder_block_{i + 1}")(x, padding_mask=padding_mask)
     x = _final_norm(x, "encoder_norm", **block)
-    return keras.Model([vectors, padding_mask], x, name="encoder")
+    memory = ops.copy(x)  # without the mask that travels with x: Keras warns where one is given to a nested model
+    return keras.Model([vectors, padding_mask], memory, name="encoder")
 
 
 def _decoder(d_model, num_layers, **block):

@@ -47,7 +47,7 @@ class Translator(keras.Model):
         nats) and `length` int32 `[B, 1]` (tokens written, the end among them).
 
     Raises:
-        ValueError: as `Generator`; if the model's vocabulary is smaller than a tokenizer's; on a string that is no list.
+        ValueError: as `Generator`; if the model's vocabulary is smaller than a tokenizer's; on a bare string.
 
     Example:
     ```python

@@ -151,11 +151,15 @@ def test_without_tensorflow_text_loading_names_the_missing_op(served):
     assert "not registered" in served["without_text"] and "entencepiece" in served["without_text"]
 
 
+@pytest.fixture(scope="module")
+def reloaded(saved):
+    return keras.models.load_model(saved / "translator.keras")
+
+
 @pytest.mark.parametrize("batch", BATCHES)
-def test_python_the_keras_file_and_the_saved_model_write_the_same(translator, saved, served, batch):
+def test_python_the_keras_file_and_the_saved_model_write_the_same(translator, reloaded, served, batch):
     texts, scores, lengths = answered(served, batch)
     assert len(texts) == len(BATCHES[batch])
-    reloaded = keras.models.load_model(saved / "translator.keras")
     for one in (translator, reloaded):
         assert one(BATCHES[batch]) == texts
         other_texts, other_scores, other_lengths = called(one, BATCHES[batch])

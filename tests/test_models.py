@@ -13,8 +13,8 @@ import keras_transformer as kt
 
 VOCAB, START = 12, 2
 TF = keras.backend.backend() == "tensorflow"
-# the memory of a called encoder carries a mask, which Keras adds to the call of a functional model and then warns about;
-# the decoder uses the mask that it is given, the same one
+# The memory of a called encoder carries a mask, which Keras hands to the functional decoder and then warns about. The
+# decoder uses the mask that it is given, which is the same one.
 memory_has_a_mask = pytest.mark.filterwarnings("ignore:Layer 'decoder' .* was passed an input with a mask:UserWarning")
 ORACLE = Path(__file__).parent / "oracles" / "torch_transformer.npz"
 SHORT = {"source": np.array([[3, 4], [5, 6]]), "target": np.array([[2, 7, 8], [2, 6, 3]])}
@@ -48,9 +48,9 @@ def tables(model):
     return [weight for weight in model.weights if weight.path.endswith("embeddings")]
 
 
-def compiled(model, learning_rate=3e-3):
+def compiled(model, **options):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.Adam(learning_rate), loss, jit_compile=False)
+    model.compile(keras.optimizers.Adam(3e-3), loss, jit_compile=False, **options)
     return model
 
 
@@ -320,7 +320,7 @@ def test_it_learns_to_copy(norm_first, rng):
     assert losses[-1] < losses[0] / 2
 
 
-@pytest.mark.parametrize(["norm_first", "tie"], [(False, "all"), (True, "none"), (True, "target")])
+@pytest.mark.parametrize(["norm_first", "tie"], [(False, "all"), (True, "none")])
 def test_one_step_of_fit_changes_every_weight(norm_first, tie, rng):
     model = compiled(small(norm_first=norm_first, tie_embeddings=tie))
     inputs, labels = copy_batch(rng)
@@ -380,9 +380,9 @@ def test_half_precision_model_is_the_same_when_it_comes_back_under_float32(dtype
 @pytest.mark.parametrize("dtype", ["mixed_bfloat16", "mixed_float16"])
 def test_half_precision_trains(dtype, rng):
     keras.config.set_dtype_policy(dtype)
-    model = compiled(small(dropout=0.0))
+    model = compiled(small(dropout=0.0), run_eagerly=TF)  # faster for few steps
     inputs, labels = copy_batch(rng)
-    losses = [float(model.train_on_batch(inputs, labels)) for _ in range(5)]
+    losses = [float(model.train_on_batch(inputs, labels)) for _ in range(4)]
     assert np.isfinite(losses).all() and losses[-1] < losses[0]
 
 
