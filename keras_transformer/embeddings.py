@@ -58,13 +58,17 @@ class TokenEmbedding(keras.layers.ReversibleEmbedding):
     def call(self, x, reverse=False):
         if reverse:
             return self._logits(x)
-        if not keras.backend.is_int_dtype(x.dtype):
-            raise ValueError(f"Token ids must be integers; got {keras.backend.standardize_dtype(x.dtype)}.")
+        dtype = keras.backend.standardize_dtype(x.dtype)
+        if not keras.backend.is_int_dtype(dtype):
+            raise ValueError(f"Token ids must be integers; got {dtype}.")
+        # TensorFlow gathers by few types. Keras counts a negative id from the end: beyond it, it is refused as others.
+        ids = x if dtype in ("int32", "int64") else ops.cast(x, "int32")
+        ids = ops.where(ids < 0, ops.cast(self.input_dim, ids.dtype), ids)
         # Keras does not autocast here: the sum of the gradient over a token's occurrences is in the table's dtype.
         # TensorFlow's gradient of a gather is a list of slices, which Keras's optimizers do not add up first: through
         # the reshape, which changes nothing, it becomes a dense tensor.
         table = ops.reshape(self.embeddings, (self.input_dim, self.output_dim))
-        return ops.cast(ops.take(table, x, axis=0) * math.sqrt(self.output_dim), self.compute_dtype)
+        return ops.cast(ops.take(table, ids, axis=0) * math.sqrt(self.output_dim), self.compute_dtype)
 
     def _logits(self, x):
         dtype = self.reverse_dtype or self.compute_dtype

@@ -123,14 +123,35 @@ def test_cross_attention_equals_that_of_keras(rng):
 # masks
 
 
-def test_attention_masks_of_every_rank_agree(rng):
-    x = normal(rng, 2, 5, 8)
-    layer = kt.MultiHeadSelfAttention(num_heads=2)
-    mask = rng.integers(0, 2, size=(5, 5)).astype(bool) | np.eye(5, dtype=bool)
-    expected = layer(x, attention_mask=mask)
-    assert np.max(np.abs(np.asarray(expected) - np.asarray(layer(x)))) > 1e-3
-    for shape in ((2, 5, 5), (2, 1, 5, 5), (2, 2, 5, 5)):
-        np.testing.assert_allclose(layer(x, attention_mask=np.broadcast_to(mask, shape)), expected, atol=1e-6)
+@pytest.mark.parametrize("cross", [False, True])
+def test_attention_masks_of_every_rank_agree(rng, cross):
+    layer = kt.MultiHeadCrossAttention(num_heads=2) if cross else kt.MultiHeadSelfAttention(num_heads=2)
+    inputs = (normal(rng, 2, 3, 8), normal(rng, 2, 5, 8)) if cross else (normal(rng, 2, 5, 8),)
+    queries, keys = inputs[0].shape[1], inputs[-1].shape[1]
+    mask = rng.integers(0, 2, size=(queries, keys)).astype(bool) | np.eye(queries, keys, dtype=bool)
+    expected = layer(*inputs, attention_mask=mask)
+    assert np.max(np.abs(np.asarray(expected) - np.asarray(layer(*inputs)))) > 1e-3
+    for shape in ((2, queries, keys), (2, 1, queries, keys), (2, 2, queries, keys)):
+        np.testing.assert_allclose(layer(*inputs, attention_mask=np.broadcast_to(mask, shape)), expected, atol=1e-6)
+
+
+def test_masks_may_differ_by_row_and_by_head(rng):
+    q, k, v = heads(rng)
+    mask = rng.integers(0, 2, size=(2, 2, 4, 5)).astype(bool)
+    mask[..., 0] = True
+    _, weights = kt.dot_product_attention(q, k, v, mask=mask)
+    for row, head in itertools.product(range(2), range(2)):
+        alone = [x[row : row + 1, :, head : head + 1] for x in (q, k, v)]
+        _, expected = kt.dot_product_attention(*alone, mask=mask[row, head])
+        np.testing.assert_allclose(weights[row, head], expected[0, 0], atol=1e-6)
+
+
+def test_the_function_takes_a_padding_mask_of_four_axes(rng):
+    q, k, v = heads(rng)
+    padding = np.array([[1, 1, 1, 0, 0], [1] * 5])
+    output, _ = kt.dot_product_attention(q, k, v, mask=padding[:, None, None])
+    expected, _ = kt.dot_product_attention(q, k, v, mask=np.repeat(padding[:, None], 4, axis=1))
+    np.testing.assert_array_equal(output, expected)
 
 
 @pytest.mark.parametrize("shape", [(5,), (2, 5), (4, 5), (2, 5, 4), (2, 3, 5, 5), (1, 2, 1, 5, 5)])
@@ -206,19 +227,36 @@ def test_a_query_that_may_look_nowhere_gets_zero_on_every_path(rng):
     np.testing.assert_allclose(nothing, np.broadcast_to(np.asarray(layer.output_projection.bias), (2, 4, 8)))
 
 
-@on_tensorflow
-def test_gradients_are_finite_where_a_query_may_look_nowhere(rng):
-    import tensorflow as tf
+def test_a_source_of_padding_alone_does_not_matter(rng):
+    x, context, other = normal(rng, 2, 3, 8), normal(rng, 2, 4, 8), normal(rng, 2, 4, 8)
+    layer, padding = kt.MultiHeadCrossAttention(2), np.array([[0] * 4, [1] * 4])
+    output, weights = layer(x, context, context_padding_mask=padding, return_attention_scores=True)
+    np.testing.assert_array_equal(np.asarray(weights)[0], 0)
+    np.testing.assert_array_equal(layer(x, context, context_padding_mask=padding), output)
+    np.testing.assert_array_equal(layer(x, other, context_padding_mask=padding)[0], output[0])
 
+
+def gradients(f, *arguments):
+    """Of a function of tensors to a number."""
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            tape.watch(arguments)
+            loss = f(*arguments)
+        return tape.gradient(loss, arguments)
+    jax = pytest.importorskip("jax")
+    return jax.grad(f, argnums=tuple(range(len(arguments))))(*arguments)
+
+
+def test_gradients_are_finite_where_a_query_may_look_nowhere(rng):
     q, k, v = heads(rng)
     mask = np.ones((4, 5), bool)
     mask[1] = False
-    with tf.GradientTape() as tape:
-        tape.watch([q, k, v])
-        output, _ = kt.dot_product_attention(q, k, v, mask=mask)
-        loss = tf.reduce_sum(output**2)
-    for gradient in tape.gradient(loss, [q, k, v]):
-        assert np.all(np.isfinite(gradient))
+    dq, dk, dv = gradients(lambda *x: ops.sum(kt.dot_product_attention(*x, mask=mask)[0] ** 2), q, k, v)
+    assert all(np.all(np.isfinite(np.asarray(gradient))) for gradient in (dq, dk, dv))
+    np.testing.assert_array_equal(dq[:, 1], 0)
+    assert np.all(np.max(np.abs(np.asarray(dq)), axis=(0, 2, 3))[[0, 2, 3]] > 1e-4)
 
 
 # precision
@@ -271,6 +309,12 @@ def test_dropout_is_seeded_and_acts_in_training_only(rng):
     np.testing.assert_allclose(np.mean(np.asarray(first)), 1, atol=0.05)  # what is kept is scaled up
     np.testing.assert_allclose(np.asarray(weights).sum(-1), 1, rtol=1e-5)  # returned as they were before
 
+    pick = np.tile(np.eye(200, dtype="float32")[None, :, None], (2, 1, 2, 1))  # values that give the weights back
+    kept = np.asarray(kt.dot_product_attention(q, k, pick, dropout=0.3, seed=5)[0]).transpose(0, 2, 1, 3)
+    exact = np.where(kept == 0, 0, np.asarray(weights) / 0.7)
+    np.testing.assert_allclose(kept, exact, rtol=1e-4)
+    assert 0.25 < np.mean(kept == 0) < 0.35
+
     layer, x = kt.MultiHeadSelfAttention(2, dropout=0.5), normal(rng, 2, 5, 8)
     np.testing.assert_array_equal(layer(x), layer(x, training=False))
     assert np.max(np.abs(np.asarray(layer(x, training=True)) - np.asarray(layer(x)))) > 1e-3
@@ -311,7 +355,10 @@ def test_token_ids_for_vectors_are_refused(rng):
 @pytest.mark.parametrize("shape", [(1, 1, 8), (0, 3, 8), (3, 1, 8)])
 def test_one_token_and_no_row_are_no_special_cases(shape):
     x = np.ones(shape, "float32")
-    assert kt.MultiHeadSelfAttention(2, causal=True)(x).shape == shape
+    layer = kt.MultiHeadSelfAttention(2, causal=True)
+    values = layer.output_projection(layer.value_projection(x)) if layer(x).shape[1] == 1 else layer(x)
+    np.testing.assert_allclose(layer(x), values, atol=1e-6)  # one key has the whole weight
+    assert layer(x).shape == kt.MultiHeadCrossAttention(2)(x, x[:, :1]).shape == shape
 
 
 # the cache
@@ -350,6 +397,27 @@ def test_rows_stand_at_their_own_index(rng):
     with kt.DecodingScope(scope.cache, index=np.array([3, 1]), length=6) as scope:
         step = layer(np.stack([x[0, 3:5], x[1, 1:3]]))
     np.testing.assert_allclose(step, np.stack([full[0, 3:5], full[1, 1:3]]), atol=1e-5)
+
+
+def test_cross_attention_keeps_the_context_of_the_first_call(rng):
+    layer, x, context = kt.MultiHeadCrossAttention(2), normal(rng, 2, 3, 8), normal(rng, 2, 4, 8)
+    with kt.DecodingScope(None, index=[0, 0], length=3) as scope:
+        layer(x[:, :1], context)
+    with kt.DecodingScope(scope.cache, index=[1, 1], length=3) as scope:
+        step = layer(x[:, 1:], np.zeros_like(context))
+    np.testing.assert_allclose(step, layer(x, context)[:, 1:], atol=1e-5)
+    assert scope.cache["self"] == {} and len(scope.cache["cross"]) == 1
+
+
+def test_maps_of_a_cached_step_are_over_the_slots(rng):
+    layer, x = kt.MultiHeadSelfAttention(2, causal=True, name="layer"), normal(rng, 2, 3, 8)
+    _, full = layer(x, return_attention_scores=True)
+    with kt.DecodingScope(None, index=[0, 0], length=5) as scope:
+        layer(x[:, :2])
+    with kt.AttentionMaps() as maps, kt.DecodingScope(scope.cache, index=[2, 2], length=5):
+        layer(x[:, 2:])
+    expected = np.pad(np.asarray(full)[:, :, 2:], [(0, 0)] * 3 + [(0, 2)])
+    np.testing.assert_allclose(maps["layer"], expected, atol=1e-6)
 
 
 def test_the_cache_takes_no_more_than_it_holds(rng):
@@ -415,3 +483,46 @@ def test_a_graph_of_unknown_shape_agrees_with_eager(rng):
         input_signature=[tf.TensorSpec([None, None, 8]), tf.TensorSpec([None, None], tf.bool)],
     )
     np.testing.assert_allclose(graph(x, np.array([[1, 1, 1, 1, 0], [1] * 5], bool)), expected, atol=1e-6)
+
+
+def compiled(f, xla=False):
+    """`f` as one graph: `tf.function` or `jax.jit`."""
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        return tf.function(f, jit_compile=xla)
+    return pytest.importorskip("jax").jit(f)
+
+
+@pytest.mark.parametrize("xla", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_compiled_call_agrees_with_eager_in_values_and_gradients(rng, xla):
+    layer, context = kt.MultiHeadCrossAttention(2), ops.convert_to_tensor(normal(rng, 2, 4, 8))
+    x, padding = ops.convert_to_tensor(normal(rng, 2, 3, 8)), np.array([[0] * 4, [1, 1, 0, 0]], bool)
+    layer(x, context)
+
+    def run(x, context):
+        return layer(x, context, context_padding_mask=padding)
+
+    def gradient(x, context):
+        return gradients(lambda *inputs: ops.sum(run(*inputs) ** 2), x, context)
+
+    np.testing.assert_allclose(compiled(run, xla)(x, context), run(x, context), atol=1e-5)
+    for found, expected in zip(compiled(gradient, xla)(x, context), gradient(x, context)):
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("xla", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_compiled_cached_step_agrees_with_the_full_pass(rng, xla):
+    layer, x = kt.MultiHeadSelfAttention(2, causal=True), ops.convert_to_tensor(normal(rng, 2, 5, 8))
+    full = layer(x)
+
+    def step(x, index, cache):
+        with kt.DecodingScope(cache, index=index, length=5) as scope:
+            return layer(x), scope.cache
+
+    output, cache = compiled(step, xla)(x[:, :2], ops.array([0, 0]), None)
+    outputs, one = [output], compiled(step, xla)
+    for t in range(2, 5):
+        output, cache = one(x[:, t : t + 1], ops.array([t, t]), cache)
+        outputs.append(output)
+    np.testing.assert_allclose(ops.concatenate(outputs, axis=1), full, atol=1e-5)

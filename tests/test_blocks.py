@@ -128,6 +128,15 @@ def test_explicit_padding_masks_do_as_well(cls, norm_first, explicit):
     assert_padding_changes_nothing(stack(cls, 2, norm_first, explicit=explicit))
 
 
+@pytest.mark.parametrize("explicit", [None, "first"])
+@pytest.mark.parametrize("cls", BLOCKS)
+def test_padding_does_not_change_what_is_predicted(cls, explicit):
+    """Keras predicts in a compiled graph; a call outside one is what the tests above probe."""
+    model = stack(cls, 2, explicit=explicit)
+    model.compile(jit_compile=False)
+    assert_padding_changes_nothing(lambda ids: model.predict(ids, verbose=0))
+
+
 def test_a_stack_without_masks_does_see_padding():
     """What the tests above would miss if padding had no effect anyway."""
     ids = keras.Input((None,), dtype="int32")
@@ -170,6 +179,15 @@ def test_padding_does_not_change_tokens_after_an_export(cls, explicit, tmp_path)
 @pytest.mark.parametrize("depth", [1, 2])
 def test_padding_on_both_sides_does_not_change_tokens(depth, norm_first, explicit):
     assert_padding_changes_nothing_on_both_sides(pair(depth, norm_first, explicit))
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_an_explicit_mask_hides_the_padding_of_the_context(norm_first, rng):
+    x, context = (rng.normal(size=(2, n, WIDTH)).astype("float32") for n in (3, 4))
+    layer = block(kt.DecoderBlock, norm_first=norm_first)
+    expected = layer(x, context[:, :2])
+    close(layer(x, context, context_padding_mask=PADDED != 0), expected)
+    assert np.abs(array(layer(x, context)) - array(expected)).max() > 1e-3
 
 
 @pytest.mark.parametrize("explicit", [False, True])
@@ -297,9 +315,15 @@ def round_trip(layer):
     return type(layer).from_config(json.loads(json.dumps(layer.get_config())))
 
 
+def test_every_exported_layer_of_vectors_is_configured_here():
+    exported = [getattr(kt, name) for name in kt.__all__ if name not in ("Tokenizer", "Translator")]
+    layers = {cls for cls in exported if isinstance(cls, type) and issubclass(cls, keras.layers.Layer)}
+    assert layers == {cls for cls, _ in CONFIGURED}
+
+
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", keras.DTypePolicy("mixed_bfloat16")], ids=["name", "object"])
 @pytest.mark.parametrize(["cls", "arguments"], CONFIGURED)
-def test_a_layer_comes_back_from_its_config(cls, arguments):
-    policy = keras.DTypePolicy("mixed_bfloat16")
+def test_a_layer_comes_back_from_its_config(cls, arguments, policy):
     layer = cls(**arguments, name="mine", trainable=False, dtype=policy)
     again = round_trip(layer)
     assert again.get_config() == layer.get_config()

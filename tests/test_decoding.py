@@ -327,10 +327,10 @@ def shaken(model):
     for seed in range(20):
         rng = np.random.default_rng(seed)
         for weight, value in zip(model.trainable_weights, fresh):
+            scale = 0.2 if "embedding" in weight.path else len(value) ** -0.5
             noise = rng.normal(size=value.shape)
-            is_kernel = value.ndim > 1 and "embedding" not in weight.path
-            weight.assign(noise * len(value) ** -0.5 if is_kernel else value + 0.1 * noise)
-        if len(set(rerun(model, sources_of(model))["ids"].flatten())) > 3:
+            weight.assign(scale * noise if value.ndim > 1 else value + 0.1 * noise)
+        if len(set(rerun(model, sources_of(model))["ids"].flatten())) > 2:
             return model
     raise AssertionError("each seed gave the same few tokens")
 
@@ -588,9 +588,10 @@ def test_an_error_inside_closes_the_scope(rng):
 
 @pytest.mark.parametrize("make", [built, implicit_masks], ids=lambda make: make.__name__)
 def test_a_model_is_built_inside_a_scope_as_outside(make):
-    outside = shaken(make())
+    outside = make()
     with kt.DecodingScope(None, [0, 0, 0, 0], 2) as scope:
-        inside = shaken(make())
+        inside = make()
+    inside.set_weights(outside.get_weights())
     assert scope.cache == {"self": {}, "cross": {}}
     assert inside.output.shape == outside.output.shape == (None, None, VOCAB)
     inputs = {**sources_of(outside), "target": np.array([[2, 5, 6]] * 4, "int32")}

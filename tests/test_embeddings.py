@@ -90,10 +90,24 @@ def test_float_ids_are_refused():
         kt.TokenEmbedding(5, 4)(np.array([[1.0, 2.0]], "float32"))
 
 
+@pytest.mark.parametrize("dtype", ["int32", "int64", "uint8"])
+def test_ids_of_every_integer_type_are_taken(dtype):
+    layer = kt.TokenEmbedding(300, 4)
+    ids = np.array([[4, 7]])
+    np.testing.assert_array_equal(layer(ids.astype(dtype)), layer(ids))
+
+
 @on_tensorflow
-def test_ids_outside_the_vocabulary_raise():
+@pytest.mark.parametrize("bad", [5, -1, -100])
+def test_ids_outside_the_vocabulary_raise(bad):
     with pytest.raises(Exception, match="not in"):
-        kt.TokenEmbedding(5, 4)(np.array([[5]]))
+        kt.TokenEmbedding(5, 4)(np.array([[1, bad]]))
+
+
+@pytest.mark.skipif(keras.backend.backend() != "jax", reason="an index out of bounds is an error elsewhere")
+@pytest.mark.parametrize("bad", [5, -1, -100])
+def test_on_jax_ids_outside_the_vocabulary_give_nan_and_never_another_row(bad):
+    assert np.all(np.isnan(np.asarray(kt.TokenEmbedding(5, 4)(np.array([[1, bad]])))[0, 1]))
 
 
 @pytest.mark.parametrize("size", [{"vocab_size": 0}, {"d_model": 2.5}])
@@ -129,11 +143,19 @@ def test_tied_logits_survive_a_reload_and_stay_tied(tmp_path, rng):
     np.testing.assert_allclose(reloaded(data), model(data), atol=1e-5)
 
 
-@on_tensorflow
 @pytest.mark.filterwarnings("ignore:Layer .* does not have a `quantize` method:UserWarning")
-def test_int8_keeps_the_scale(rng):
-    layer = kt.TokenEmbedding(10, 16)
-    ids = np.array([[4, 7]])
-    before = np.asarray(layer(ids))
-    layer.quantize("int8", type_check=False)
-    np.testing.assert_allclose(layer(ids), before, atol=0.05)
+@pytest.mark.parametrize("everything", [False, True])
+def test_a_model_in_int8_is_near_the_one_before(everything):
+    """Keras quantizes what subclasses its own embedding only when told not to check the type."""
+    ids = keras.Input((None,), dtype="int32")
+    table = kt.TokenEmbedding(20, 16)
+    x = kt.EncoderBlock(num_heads=2, intermediate_dim=32)(table(ids))
+    model = keras.Model(ids, [table(ids), table(x, reverse=True)])
+    batch = np.array([[3, 4, 5, 0]])
+    vectors, logits = (np.asarray(y) for y in model(batch))
+    model.quantize("int8", type_check=not everything)
+    quantized = [layer for layer in model._flatten_layers() if getattr(layer, "quantization_mode", None) == "int8"]
+    assert len(quantized) == 6 + everything and (table in quantized) == everything
+    near_vectors, near_logits = (np.asarray(y) for y in model(batch))
+    np.testing.assert_allclose(near_vectors, vectors, atol=0.05)
+    np.testing.assert_allclose(near_logits, logits, atol=0.15)

@@ -38,6 +38,8 @@ def imports(tree):
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, id(node) in inside) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module == "keras_transformer":
+            yield from ((f"keras_transformer.{alias.name}", id(node) in inside) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield node.module, id(node) in inside
 

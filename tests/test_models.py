@@ -13,9 +13,6 @@ import keras_transformer as kt
 
 VOCAB, START = 12, 2
 TF = keras.backend.backend() == "tensorflow"
-# The memory of a called encoder carries a mask, which Keras hands to the functional decoder and then warns about. The
-# decoder uses the mask that it is given, which is the same one.
-memory_has_a_mask = pytest.mark.filterwarnings("ignore:Layer 'decoder' .* was passed an input with a mask:UserWarning")
 ORACLE = Path(__file__).parent / "oracles" / "torch_transformer.npz"
 SHORT = {"source": np.array([[3, 4], [5, 6]]), "target": np.array([[2, 7, 8], [2, 6, 3]])}
 PADDED = {"source": np.array([[3, 4, 0, 0], [5, 6, 0, 0]]), "target": np.array([[2, 7, 8, 0, 0], [2, 6, 3, 0, 0]])}
@@ -181,7 +178,6 @@ def whole_from_parts(model, batch):
     return target_embedding(y, reverse=True)
 
 
-@memory_has_a_mask
 @pytest.mark.parametrize(["norm_first", "tie"], [(False, "all"), (True, "target"), (False, "none")])
 def test_the_parts_make_the_whole_before_and_after_a_reload(norm_first, tie, tmp_path):
     model = small(num_layers=2, norm_first=norm_first, tie_embeddings=tie)
@@ -192,7 +188,6 @@ def test_the_parts_make_the_whole_before_and_after_a_reload(norm_first, tie, tmp
             close(other, logits)
 
 
-@memory_has_a_mask
 def test_encoder_and_decoder_are_models_that_a_reload_keeps(tmp_path, rng):
     model = small()
     again = reloaded(model, tmp_path)
