@@ -515,6 +515,7 @@ def test_logits_that_are_not_one_for_each_target_position_are_refused(shape):
 # what a generator leaves as it was
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [built, implicit_masks, nested_encoder], ids=lambda make: make.__name__)
 def test_a_generator_leaves_the_model_as_it_was_and_follows_its_training(make, tmp_path):
     model = shaken(make())
