@@ -88,6 +88,9 @@ class _MultiHeadAttention(keras.layers.Layer):
         self._seed = keras.random.SeedGenerator() if self.dropout else None
 
     def _build(self, x_shape, context_shape):
+        for name, shape in (("x", x_shape), ("context", context_shape)):
+            if len(shape) != 3 or shape[-1] is None:  # token ids, most likely
+                raise ValueError(f"`{name}` must be float vectors of shape [B, T, D], D known; got {list(shape)}.")
         width = x_shape[-1]
         if self.key_dim is None and width % self.num_heads:
             raise ValueError(

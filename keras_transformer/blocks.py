@@ -92,8 +92,6 @@ class FeedForward(keras.layers.Layer):
 class _Block(keras.layers.Layer):
     """What both blocks share: their arguments, their children and the residual connection around each child."""
 
-    causal = False
-
     def __init__(
         self,
         num_heads: int,
@@ -120,8 +118,6 @@ class _Block(keras.layers.Layer):
         self.supports_masking = True
 
     def _build_attention(self, name, cls, *shapes, **options):
-        if any(len(shape) != 3 or shape[-1] is None for shape in shapes):  # token ids, most likely
-            raise ValueError(f"A block takes float vectors of shape [B, T, D], D known; got {[*map(tuple, shapes)]}.")
         child = cls(
             self.num_heads,
             **{"use_bias": self.use_bias, **self.attention, **options},
@@ -210,7 +206,7 @@ class EncoderBlock(_Block):
     """
 
     def build(self, input_shape):
-        self._build_attention("self_attention", MultiHeadSelfAttention, input_shape, causal=self.causal)
+        self._build_attention("self_attention", MultiHeadSelfAttention, input_shape)
         self._build_feed_forward(input_shape)
 
     def call(self, x, padding_mask=None, attention_mask=None, training=None):
@@ -262,8 +258,6 @@ class DecoderBlock(_Block):
     assert kt.DecoderBlock(num_heads=2, intermediate_dim=32)(x, memory).shape == (2, 3, 16)
     ```
     """
-
-    causal = True
 
     def build(self, x_shape, context_shape=None):
         self._build_attention("self_attention", MultiHeadSelfAttention, x_shape, causal=True)

@@ -352,6 +352,14 @@ def test_token_ids_for_vectors_are_refused(rng):
         kt.MultiHeadCrossAttention(2)(x, ids)
 
 
+@pytest.mark.parametrize("cls", [kt.MultiHeadSelfAttention, kt.MultiHeadCrossAttention, kt.EncoderBlock])
+def test_token_ids_are_refused_when_a_model_is_composed(cls):
+    ids = keras.Input((None,), dtype="int32")
+    layer = cls(2, 8) if cls is kt.EncoderBlock else cls(2)
+    with pytest.raises(ValueError, match="float vectors of shape"):
+        layer(*([ids, ids] if cls is kt.MultiHeadCrossAttention else [ids]))
+
+
 @pytest.mark.parametrize("shape", [(1, 1, 8), (0, 3, 8), (3, 1, 8)])
 def test_one_token_and_no_row_are_no_special_cases(shape):
     x = np.ones(shape, "float32")
