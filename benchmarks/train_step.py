@@ -105,7 +105,7 @@ def median_steps(builders, rounds):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=40)
     rounds = parser.parse_args().rounds
     builders = {"keras_transformer": ours, "keras.layers parts": keras_parts, "keras-hub blocks": keras_hub_blocks}
     rows = []
