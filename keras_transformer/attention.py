@@ -49,8 +49,13 @@ def dot_product_attention(query, key, value, mask=None, dropout: float = 0.0, se
     """
     if mask is not None:
         mask = four_axes(mask, query.shape[1], key.shape[1], query.shape[2])
+    return _attention(query, key, value, mask, dropout, seed)
+
+
+def _attention(query, key, value, mask, dropout=0.0, seed=None, keys="bsnh"):
+    """`dot_product_attention` on a checked mask; `keys` names the axes of `key` and `value`."""
     scale = 1 / math.sqrt(query.shape[-1])
-    scores = ops.einsum("btnh,bsnh->bnts", query * ops.cast(scale, query.dtype), key)
+    scores = ops.einsum(f"btnh,{keys}->bnts", query * ops.cast(scale, query.dtype), key)
     scores = ops.cast(scores, keras.backend.result_type(scores.dtype, "float32"))
     if mask is not None:
         scores = ops.where(mask, scores, ops.cast(MASKED_SCORE, scores.dtype))
@@ -61,7 +66,33 @@ def dot_product_attention(query, key, value, mask=None, dropout: float = 0.0, se
         somewhere = ops.any(mask, axis=-1, keepdims=True)  # [B or 1, N or 1, T, 1]
         weights = weights * ops.cast(somewhere, weights.dtype)
     dropped = keras.random.dropout(weights, dropout, seed=seed) if dropout else weights
-    return ops.einsum("bnts,bsnh->btnh", dropped, value), weights
+    return ops.einsum(f"bnts,{keys}->btnh", dropped, value), weights
+
+
+def _cached_attention(query, key, value, mask):
+    """Attention to keys and values `[G, N, S, H]` of a `DecodingScope`, which `W` query rows share: `R = G W`.
+
+    The rows of a group become queries of one row, so that its keys are read once and need not be copied.
+
+    Args:
+        query: `[R, T, N, H]`.
+        mask: bool `[R or 1, N or 1, T or 1, S]`, or None.
+
+    Returns:
+        (output `[R, T, N, H]`, weights `[R, N, T, S]`).
+    """
+    rows, tokens, heads, size = ops.shape(query)
+    groups, _, slots, _ = ops.shape(key)
+    width = rows // groups
+    query = ops.reshape(query, (groups, width * tokens, heads, size))
+    if mask is not None:
+        mask_heads = mask.shape[1]
+        mask = ops.broadcast_to(mask, (rows, mask_heads, tokens, slots))
+        mask = ops.reshape(mask, (groups, width, mask_heads, tokens, slots))
+        mask = ops.reshape(ops.transpose(mask, (0, 2, 1, 3, 4)), (groups, mask_heads, width * tokens, slots))
+    output, weights = _attention(query, key, value, mask, keys="bnsh")
+    weights = ops.transpose(ops.reshape(weights, (groups, heads, width, tokens, slots)), (0, 2, 1, 3, 4))
+    return ops.reshape(output, (rows, tokens, heads, size)), ops.reshape(weights, (rows, heads, tokens, slots))
 
 
 def project(dense, x):
@@ -112,14 +143,16 @@ class _MultiHeadAttention(keras.layers.Layer):
         """`[B, T, D]` -> `[B, T, N, H]`."""
         return ops.reshape(project(dense, x), (*ops.shape(x)[:2], self.num_heads, self.head_size))
 
-    def _attend(self, query, key, value, mask, return_attention_scores, training):
+    def _attend(self, query, key, value, mask, return_attention_scores, training, cached=False):
         """Heads to the layer's output `[B, T, D]`, with the weights `[B, N, T, S]` if asked."""
-        heads, weights = dot_product_attention(
-            query, key, value, mask, dropout=self.dropout if training else 0.0, seed=self._seed
-        )
+        if cached:
+            heads, weights = _cached_attention(query, key, value, mask)
+        else:
+            dropout = self.dropout if training else 0.0
+            heads, weights = dot_product_attention(query, key, value, mask, dropout, seed=self._seed)
         maps = AttentionMaps.current()
         if maps is not None:
-            maps.collect(self, weights)
+            maps.collect(self, weights, is_cross=isinstance(self, MultiHeadCrossAttention))
         joined = ops.reshape(heads, (*ops.shape(heads)[:2], self.num_heads * self.head_size))
         output = project(self.output_projection, joined)
         return (output, weights) if return_attention_scores else output
@@ -194,11 +227,11 @@ class MultiHeadSelfAttention(_MultiHeadAttention):
         if scope is None:
             mask = self._mask(x, padding_mask, attention_mask)
         elif attention_mask is None:
-            key, value = scope.append(self, key, value)  # [B, L, N, H]
-            mask = scope.causal_mask(ops.shape(x)[1])  # padding stands behind a row's tokens, where nobody looks
+            # padding stands behind a row's tokens, where nobody looks
+            key, value, mask = scope.append(self, key, value)
         else:
             raise ValueError("A causal layer takes no `attention_mask` inside a `DecodingScope`; got one.")
-        return self._attend(query, key, value, mask, return_attention_scores, training)
+        return self._attend(query, key, value, mask, return_attention_scores, training, cached=scope is not None)
 
     def _mask(self, x, padding_mask, attention_mask):
         length = x.shape[1]
@@ -262,4 +295,4 @@ class MultiHeadCrossAttention(_MultiHeadAttention):
             attention_mask = four_axes(attention_mask, x.shape[1], context.shape[1], self.num_heads, "attention_mask")
         mask = combine_masks(keys_mask(context, context_padding_mask, "context_padding_mask"), attention_mask)
         query = self._heads(self.query_projection, x)
-        return self._attend(query, key, value, mask, return_attention_scores, training)
+        return self._attend(query, key, value, mask, return_attention_scores, training, cached=scope is not None)

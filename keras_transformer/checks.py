@@ -1,6 +1,7 @@
 """Checks of arguments: each states the rule, then what came."""
 
 import keras
+import numpy as np
 
 
 def check_rate(name: str, rate: float) -> float:
@@ -48,3 +49,21 @@ def check_vectors(name: str, x) -> None:
     dtype = keras.backend.standardize_dtype(x.dtype)
     if len(x.shape) != 3 or not keras.backend.is_float_dtype(dtype):
         raise ValueError(f"`{name}` must be float vectors of shape [B, T, D]; got {dtype} of shape {tuple(x.shape)}.")
+
+
+def check_range(name: str, value, least: float, most: float = float("inf"), above: bool = False):
+    """A number from `least` (or above it) to `most`, as a float; a tensor, whose value may not be known, as it is."""
+    known = concrete(value)
+    if known is not None and not np.all((known > least if above else known >= least) & (known <= most)):
+        lower = f"{'above' if above else 'at least'} {least}"
+        upper = "" if most == float("inf") else f" and at most {most}"
+        raise ValueError(f"`{name}` must be {lower}{upper}; got {value!r}.")
+    return float(value) if isinstance(value, (int, float)) else value
+
+
+def concrete(value):
+    """The value of a tensor as a NumPy array; None inside a graph, where there is none yet."""
+    try:
+        return np.asarray(value)
+    except (NotImplementedError, TypeError):  # TensorFlow's and JAX's way to say that it is symbolic
+        return None

@@ -99,6 +99,52 @@ def build_transformer(
     return keras.Model({"source": source, "target": target}, logits, name=name)
 
 
+def build_language_model(
+    vocab_size: int,
+    d_model: int = 512,
+    num_layers: int = 6,
+    num_heads: int = 8,
+    intermediate_dim: int = 2048,
+    dropout: float = 0.1,
+    tie_embeddings: bool = True,
+    name: str = "language_model",
+    **block,
+) -> keras.Model:
+    """A decoder-only Transformer: `tokens` ids [B, T] -> logits [B, T, V] of each next token.
+
+    Radford et al. 2018, "Improving Language Understanding by Generative Pre-Training" (GPT), with the sinusoids of
+    Vaswani et al. 2017. Id 0 is padding. `model.get_layer("decoder")` maps `[vectors, padding_mask]` to vectors.
+
+    Args:
+        vocab_size: int, vocabulary.
+        d_model, num_layers, num_heads, intermediate_dim, dropout, name, **block: as `build_transformer`.
+        tie_embeddings: bool, whether one table serves tokens and logits.
+
+    Returns:
+        An uncompiled functional `keras.Model`.
+
+    Raises:
+        ValueError: on no layers; otherwise as the layers.
+
+    Example:
+    ```python
+    import numpy as np
+    import keras_transformer as kt
+    model = kt.build_language_model(vocab_size=100, **kt.PRESETS["tiny"], norm_first=True)
+    assert model(np.array([[2, 6, 7]])).shape == (1, 3, 100)
+    found = kt.Generator(model, max_length=4)(prompt=np.array([[2, 6, 7], [2, 8, 0]]))
+    assert found["ids"].shape == (2, 1, 4)
+    ```
+    """
+    num_layers = check_count("num_layers", num_layers)
+    block = {"num_heads": num_heads, "intermediate_dim": intermediate_dim, "dropout": dropout, **block}
+    tokens = keras.Input((None,), dtype="int32", name="tokens")
+    embedding = TokenEmbedding(vocab_size, d_model, mask_zero=False, tie_weights=bool(tie_embeddings), name="embedding")
+    x = PositionalEncoding(dropout=dropout, name="positions")(embedding(tokens))
+    x = _decoder(embedding.output_dim, num_layers, with_memory=False, **block)([x, ops.not_equal(tokens, 0)])
+    return keras.Model(tokens, embedding(x, reverse=True), name=name)
+
+
 def _encoder(d_model, num_layers, **block):
     vectors, padding_mask = _vectors_and_mask(d_model, "vectors", "padding_mask")
     x = vectors
@@ -109,16 +155,19 @@ def _encoder(d_model, num_layers, **block):
     return keras.Model([vectors, padding_mask], memory, name="encoder")
 
 
-def _decoder(d_model, num_layers, **block):
-    vectors, padding_mask = _vectors_and_mask(d_model, "vectors", "padding_mask")
-    memory, memory_mask = _vectors_and_mask(d_model, "memory", "memory_padding_mask")
+def _decoder(d_model, num_layers, with_memory=True, **block):
+    vectors, padding_mask = inputs = _vectors_and_mask(d_model, "vectors", "padding_mask")
+    memory, memory_mask = None, None
+    if with_memory:
+        memory, memory_mask = _vectors_and_mask(d_model, "memory", "memory_padding_mask")
+        inputs = [*inputs, memory, memory_mask]
     x = vectors
     for i in range(num_layers):
         x = DecoderBlock(**block, name=f"decoder_block_{i + 1}")(
             x, memory, padding_mask=padding_mask, context_padding_mask=memory_mask
         )
     x = _final_norm(x, "decoder_norm", **block)
-    return keras.Model([vectors, padding_mask, memory, memory_mask], x, name="decoder")
+    return keras.Model(list(inputs), ops.copy(x), name="decoder")
 
 
 def _vectors_and_mask(width, vectors, mask):

@@ -3,14 +3,17 @@
 A functional model gives its author no place to pass a cache through, so the cache stands around the call, as
 `keras.StatelessScope` and `keras.RematScope` do. Layers ask for the innermost scope; outside one nothing differs.
 
-Letters: `B` batch, `T` new tokens, `L` slots of the cache.
+Letters: `B` batch, `R` rows (beams or samples of a batch), `T` new tokens, `L` slots of a row in the cache, `N` heads,
+`H` head size.
 """
 
 import threading
 
-import numpy as np
+import keras
 from keras import ops
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+
+from keras_transformer.checks import concrete
 
 _active = threading.local()
 
@@ -46,15 +49,16 @@ class DecodingScope(_Scope):
 
     Args:
         cache: `scope.cache` of the call before, or None at the first.
-        index: int32 tensor `[B]`, how many tokens each row has in the cache already.
-        length: int, the slots of a new cache: the most tokens that a row may come to.
+        index: int32 tensor `[R]`, how many tokens each row has in the cache already.
+        length: int or scalar int tensor, `L`, the slots of a row: the most tokens that it may come to.
 
     Attributes:
-        cache: after the call, a nest of tensors to hand to the next scope: `cache["self"]` holds what grows (and
-            must follow its row when a beam search reorders rows), `cache["cross"]` what does not.
+        cache: after the call, a nest of tensors to hand to the next scope: `cache["self"]` holds what grows,
+            `cache["cross"]` what does not, and, after `widen`, `cache["region"]` says where a row's tokens lie.
 
     Raises:
-        ValueError: if tokens do not fit into `length`, or if other layers are called than in the call before.
+        ValueError: if tokens do not fit into `length`, if a new cache does not start at `index` 0, or if other layers
+            are called than in the call before.
 
     Example:
     ```python
@@ -73,47 +77,96 @@ class DecodingScope(_Scope):
     ```
     """
 
-    def __init__(self, cache: dict | None, index, length: int):
+    def __init__(self, cache: dict | None, index, length):
         self._old = cache or {"self": {}, "cross": {}}
         self._calls = {"self": 0, "cross": 0}
-        self.cache = {"self": {}, "cross": {}}
+        self.cache = {**self._old, "self": {}, "cross": {}}
         self.index = ops.convert_to_tensor(index, "int32")
         self.length = length
         if len(self.index.shape) != 1:
-            raise ValueError(f"`index` must have one entry per row, shape [B]; got shape {tuple(self.index.shape)}.")
+            raise ValueError(f"`index` must have one entry per row, shape [R]; got shape {tuple(self.index.shape)}.")
+
+    @staticmethod
+    def widen(cache, width, length):
+        """A cache of `B` rows for `R = B * width` rows, which start as copies of them.
+
+        Nothing is copied: the rows of a group share one stretch of `width` regions of `length` slots each, a row writes
+        into a region of its own, and `cache["region"]` (int32 `[R, L]`) names the region in which each of its tokens
+        lies, at first 0. So a beam search reorders rows by reordering these names: see `reorder`.
+        """
+
+        def regions(tensor):
+            return ops.pad(tensor, [[0, 0], [0, 0], [0, (width - 1) * length], [0, 0]])
+
+        if not cache["self"]:
+            return cache
+        grown = keras.tree.map_structure(regions, cache["self"])
+        batch = ops.shape(keras.tree.flatten(grown)[0])[0]
+        return {**cache, "self": grown, "region": ops.zeros((batch * width, length), dtype="int32")}
+
+    @staticmethod
+    def reorder(cache, rows):
+        """A widened cache in which row `r` goes on from what row `rows[r]`, of the same group, had written."""
+        return {**cache, "region": ops.take(cache["region"], rows, axis=0)} if "region" in cache else cache
+
+    @staticmethod
+    def repeat(cache, times):
+        """A cache of `B` rows for `R = B * times` rows, which start as copies of them and are never reordered."""
+        return {**cache, "self": keras.tree.map_structure(lambda t: ops.repeat(t, times, axis=0), cache["self"])}
 
     def positions(self, num_tokens):
-        """int32 `[B, T]`: where the new tokens stand in their rows."""
+        """int32 `[R, T]`: where the new tokens stand in their rows."""
         return self.index[:, None] + ops.arange(num_tokens, dtype="int32")[None]
 
-    def causal_mask(self, num_tokens):
-        """bool `[B, 1, T, L]`: each new token may look at the slots up to its own."""
-        slots = ops.arange(self.length, dtype="int32")
-        return (slots <= self.positions(num_tokens)[:, :, None])[:, None]
-
     def append(self, layer, key, value):
-        """Writes `[B, T, N, H]` keys and values of new tokens; returns all of `layer`'s, `[B, L, N, H]`."""
+        """Writes the keys and values of new tokens, `[R, T, N, H]`.
+
+        Returns:
+            (keys, values) of all tokens, `[G, N, W L, H]` (`G` groups of `W` rows; `W` is 1 if not widened), and which
+            of them each new token may look at, bool `[R, 1, T, W L]`.
+        """
         self._check_room(key)
         name = self._entry("self", layer)
-        batch, tokens, *rest = ops.shape(key)
-        rows = ops.broadcast_to(ops.arange(batch, dtype="int32")[:, None], (batch, tokens))
-        slots = ops.reshape(ops.stack([rows, self.positions(tokens)], axis=-1), (-1, 2))
+        key, value = (ops.transpose(new, (0, 2, 1, 3)) for new in (key, value))  # [R, N, T, H]
+        rows, heads, tokens, _ = ops.shape(key)
+        slots = ops.arange(self.length, dtype="int32")
+        positions = self.positions(tokens)
+        visible = slots <= positions[:, :, None]  # [R, T, L]
+        if name not in self._old["self"]:
+            empty = [[0, 0], [0, 0], [0, self.length - tokens], [0, 0]]
+            self.cache["self"][name] = ops.pad(key, empty), ops.pad(value, empty)
+            return *self.cache["self"][name], visible[:, None]
 
-        def write(old, new):
-            if old is None:
-                old = ops.zeros((batch, self.length, *rest), dtype=new.dtype)
-            return ops.scatter_update(old, slots, ops.reshape(new, (-1, *rest)))
-
-        old_key, old_value = self._old["self"].get(name, (None, None))
-        self.cache["self"][name] = write(old_key, key), write(old_value, value)
-        return self.cache["self"][name]
+        old = self._old["self"][name]
+        groups = ops.shape(old[0])[0]
+        if "region" in self._old:
+            width = rows // groups
+            own = ops.arange(rows, dtype="int32") % width
+            is_new = ops.logical_and(slots >= self.index[:, None], slots < self.index[:, None] + tokens)
+            region = ops.where(is_new, own[:, None], self._old["region"])  # [R, L]
+            self.cache["region"] = region
+            is_there = region[:, None, None] == ops.arange(width, dtype="int32")[:, None]  # [R, 1, W, L]
+            visible = ops.logical_and(visible[:, :, None], is_there)  # [R, T, W, L]
+            visible = ops.reshape(visible, (rows, tokens, width * self.length))
+            positions = positions + (own * self.length)[:, None]
+        group = ops.arange(rows, dtype="int32") // (rows // groups)
+        shape = rows, heads, tokens
+        head = ops.arange(heads, dtype="int32")
+        where = [ops.broadcast_to(i, shape) for i in (group[:, None, None], head[:, None], positions[:, None])]
+        where = ops.reshape(ops.stack(where, axis=-1), (-1, 3))
+        self.cache["self"][name] = tuple(
+            ops.scatter_update(to, where, ops.reshape(new, (-1, new.shape[-1]))) for to, new in zip(old, (key, value))
+        )
+        return *self.cache["self"][name], visible[:, None]
 
     def keep(self, layer, compute):
-        """What `compute()` gave in `layer`'s first call: keys and values of a context that does not change."""
+        """What `compute()` gave in `layer`'s first call: keys and values `[B, S, N, H]`; kept as `[B, N, S, H]`."""
         name = self._entry("cross", layer)
         kept = self._old["cross"].get(name)
-        self.cache["cross"][name] = compute() if kept is None else kept
-        return self.cache["cross"][name]
+        if kept is None:
+            kept = tuple(ops.transpose(tensor, (0, 2, 1, 3)) for tensor in compute())
+        self.cache["cross"][name] = kept
+        return kept
 
     def _entry(self, kind, layer):
         """Names an entry by the order of calls, for layer names repeat and one layer may be called twice."""
@@ -127,14 +180,15 @@ class DecodingScope(_Scope):
         return name
 
     def _check_room(self, key):
-        tokens = key.shape[1]
-        try:
-            most = int(np.max(np.asarray(self.index), initial=0))
-        except (NotImplementedError, TypeError):  # symbolic, in a graph: the scatter itself refuses on CPU
-            most = 0
-        if tokens is not None and most + tokens > self.length:
+        tokens, index, length = key.shape[1], concrete(self.index), concrete(self.length)
+        if index is None or length is None:  # in a graph, where the scatter itself refuses on CPU
+            return
+        most = int(index.max(initial=0))
+        if most and not self._old["self"]:
+            raise ValueError(f"A new cache starts at `index` 0; got {most}.")
+        if tokens is not None and most + tokens > length:
             raise ValueError(
-                f"A cache of `length` slots must hold every token; got length {self.length} for "
+                f"A cache of `length` slots must hold every token; got length {length} for "
                 f"{tokens} new tokens after {most} cached ones."
             )
 
@@ -144,6 +198,9 @@ class AttentionMaps(_Scope, dict):
 
     A dict from the layer's path (`"decoder_block_1/cross_attention"`) to its weights `[B, N, T, S]`, in the order of
     the calls; a layer called again adds `" (2)"` to its path. Acts on direct calls, `model(x)`, not on `predict`.
+
+    Attributes:
+        cross: list of the paths of cross-attention layers.
 
     Example:
     ```python
@@ -156,8 +213,15 @@ class AttentionMaps(_Scope, dict):
     ```
     """
 
-    def collect(self, layer, weights):
+    def __init__(self):
+        super().__init__()
+        self.cross = []
+
+    def collect(self, layer, weights, is_cross):
         """Adds `weights` under `layer`'s path."""
         path = layer.path or layer.name
         times = 1 + sum(name == path or name.startswith(path + " (") for name in self)
-        self[path if times == 1 else f"{path} ({times})"] = weights
+        path = path if times == 1 else f"{path} ({times})"
+        self[path] = weights
+        if is_cross:
+            self.cross.append(path)

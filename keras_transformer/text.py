@@ -1,29 +1,28 @@
 """Text in, text out: a model and its tokenizers as one thing that maps strings to strings.
 
-TensorFlow is imported where it is used, so that this module works without it. Letters: `B` batch.
+TensorFlow is imported where it is used, so that this module works without it. Letters: `B` batch, `n` outputs of a
+text, `L` longest output.
 """
 
-import logging
+import math
 
 import keras
 
+from keras_transformer.calls import OPTIONS, Option
 from keras_transformer.checks import check_count
-from keras_transformer.decoding import Generator
-from keras_transformer.export import write_saved_model
-from keras_transformer.tokenizer import Tokenizer, decode_strings
-
-log = logging.getLogger("keras_transformer")
+from keras_transformer.tokenizer import Tokenizer, rows_that
+from keras_transformer.writer import TextWriter
 
 
 def _embedded(model, name):
     """For how many ids the embeddings that read a model's input `name` have vectors; infinity if none reads it."""
     embeddings = [layer for layer in model.layers if isinstance(layer, keras.layers.Embedding)]
     read = {e.input_dim for e in embeddings for node in e._inbound_nodes for t in node.input_tensors if t.name == name}
-    return min(read, default=float("inf"))
+    return min(read, default=math.inf)
 
 
 @keras.saving.register_keras_serializable(package="keras_transformer")
-class Translator(keras.Model):
+class Translator(TextWriter):
     """Strings to strings: a source tokenizer, a model that writes with a cache, and a target tokenizer, in one graph.
 
     Called with a list of strings it returns a list of strings. `export` writes the same graph as a SavedModel, `save` a
@@ -35,29 +34,56 @@ class Translator(keras.Model):
         source_tokenizer: `Tokenizer` of the source; the model saw its ids with the end behind them
             (`pair_batches` puts it there).
         target_tokenizer: `Tokenizer` of the target.
-        max_length: int, the most tokens to write, the end among them.
+        max_length: int, `L`, the most tokens to write, the end among them.
         max_source_length: int, the most tokens of a source, the end among them.
         batch_size: int, how many strings of a list go through the model at once.
+        width: int, beams; 1 is greedy.
+        n: int, outputs of each text: the best of a beam, at most `width`, or samples.
+        options: dict, what calls do where they say nothing else: their options (below), and `no_repeat_ngram` (int),
+            `forbidden_ids` (list of ints) and `alignment` (bool, whether outputs say where the model looked).
 
     Call arguments:
         text: list of strings; or string tensor `[B]`.
+        prefix: the same, what each output must begin with; it is part of the text, not of score and length.
+        max_length, min_length: int, the most and fewest tokens to write, `max_length` at most the translator's.
+        max_length_ratio, min_length_ratio: float, the same as a share of the source's tokens (rounded up); the
+            narrower limit holds.
+        length_penalty: float, see `beam`.
+        temperature: float; 0 for beam search, above 0 for sampling, see `sample`.
+        top_k, top_p, min_p, seed: numbers, see `sample`.
+        repetition_penalty: float above 0, see `filters.repetition_penalty`.
 
     Returns:
-        list of strings; for a tensor a dict of `text` string `[B, 1]`, `score` float32 `[B, 1]` (log-probability, in
-        nats) and `length` int32 `[B, 1]` (tokens written, the end among them).
+        list of strings, the first output of each; for a tensor a dict of `text` string, `score` float32
+        (log-probability, in nats) and `length` int32 (tokens written, the end among them), each `[B, n]`; `ids` int32
+        `[B, n, L]`; and with `alignment` its `alignment` int32 `[B, n, L]`, the source token at which the last
+        cross-attention looks most (its heads averaged) as each token is written, -1 behind the end.
 
     Raises:
-        ValueError: as `Generator`; if the model's vocabulary is smaller than a tokenizer's; on a bare string.
+        ValueError: as `Generator`; if the model's vocabulary is smaller than a tokenizer's; on a bare string; on
+            options that are unknown or out of range.
 
     Example:
     ```python
     import keras_transformer as kt
     tokenizer = kt.Tokenizer.train(["a b c d e"], kind="word")
     model = kt.build_transformer(tokenizer.vocab_size, **kt.PRESETS["tiny"])
-    translator = kt.Translator(model, tokenizer, tokenizer, max_length=8)
-    assert len(translator(["a b", "c", ""])) == 3
+    translator = kt.Translator(model, tokenizer, tokenizer, max_length=8, n=2)  # train the model first
+    answers = translator(["a b", "c"])
+    assert isinstance(answers[0], str) and len(answers) == 2
+    best, second = translator.n_best(["a b"])[0]
+    assert translator.score(["a b"], ["c d"])[0].tokens[-1] == "</s>"
+    pieces = list(translator.stream(["a b"], temperature=0.7, seed=1))
     ```
     """
+
+    TEXTS = ("text", "prefix")
+    NUMBERS = {
+        **OPTIONS,
+        "max_length_ratio": Option("float32", math.inf, above=True),
+        "min_length_ratio": Option("float32", 0.0),
+    }
+    FIXED = (*TextWriter.FIXED, "alignment")
 
     def __init__(
         self,
@@ -67,92 +93,122 @@ class Translator(keras.Model):
         max_length: int = 128,
         max_source_length: int = 512,
         batch_size: int = 128,
+        width: int = 4,
+        n: int = 1,
+        options: dict | None = None,
         **kwargs,
     ):
-        super().__init__(**kwargs)
-        self.max_length = check_count("max_length", max_length)
+        super().__init__(model, target_tokenizer, max_length, batch_size, width, n, options, **kwargs)
         self.max_source_length = check_count("max_source_length", max_source_length)
-        self.batch_size = check_count("batch_size", batch_size)
-        self.model = model
         self.source_tokenizer = source_tokenizer
         self.target_tokenizer = target_tokenizer
-        self._generate = Generator(
-            model, max_length, target_tokenizer.start_id, target_tokenizer.end_id, target_tokenizer.pad_id
-        )
-        logits, vectors = model.output.shape[-1], _embedded(model, "source")
-        if logits < target_tokenizer.vocab_size:
-            raise ValueError(
-                "The model must have a logit for each token of `target_tokenizer`; "
-                f"got {logits} for {target_tokenizer.vocab_size}."
-            )
+        vectors = _embedded(model, "source")
         if vectors < source_tokenizer.vocab_size:
             raise ValueError(
                 "The model must have a vector for each token of `source_tokenizer`; "
                 f"got {vectors} for {source_tokenizer.vocab_size}."
             )
-        self._run = self._compile()
-        self.built = True
 
-    def _compile(self):
-        """`call` as one graph for every batch and length, behind a plain function, which SavedModel leaves out."""
-        import tensorflow as tf
-
-        graph = tf.function(self.call, input_signature=[self._signature()])
-        return lambda text: graph(text)
-
-    @staticmethod
-    def _signature():
-        import tensorflow as tf
-
-        return tf.TensorSpec([None], tf.string, name="text")
-
-    def __call__(self, text):
-        if isinstance(text, str):
-            raise ValueError(f"Texts come as a list of strings, also a single one; got the string {text!r}.")
-        return self.translate(text) if isinstance(text, (list, tuple)) else super().__call__(text)
-
-    def translate(self, texts):
-        """List of strings -> list of strings."""
-        import tensorflow as tf
-
-        outputs, refused = [], 0
-        for start in range(0, len(texts), self.batch_size):
-            found = self._run(tf.constant(texts[start : start + self.batch_size], tf.string))
-            outputs += decode_strings(found["text"][:, 0])
-            refused += int(tf.reduce_sum(tf.cast(found["length"] == 0, tf.int32)))
-        if refused:
-            log.warning("%d of %d texts refused: longer than %d tokens.", refused, len(texts), self.max_source_length)
-        return outputs
-
-    def call(self, text):
+    def prepare(self, text, prefix=None):
         import tensorflow as tf
 
         ids = self.source_tokenizer.tokenize(text, end=True)
-        lengths = ids.row_lengths()
-        fits = lengths <= self.max_source_length
-        kept = tf.boolean_mask(ids.flat_values, tf.repeat(fits, lengths))
-        ids = tf.RaggedTensor.from_row_lengths(kept, tf.where(fits, lengths, 0))  # a refused row is an empty one
-        found = self._generate({"source": ids.to_tensor(self.source_tokenizer.pad_id)})
-        return {
-            "text": tf.where(fits, self.target_tokenizer.detokenize(found["ids"]), "")[:, None],
-            "score": tf.where(fits, found["score"], -float("inf"))[:, None],
-            "length": tf.where(fits, found["length"], 0)[:, None],
-        }
+        fits = ids.row_lengths() <= self.max_source_length
+        prompt = None
+        if prefix is not None:
+            prefix = self.target_tokenizer.tokenize(prefix)
+            fits &= prefix.row_lengths() < self.max_length
+            start = tf.fill([prefix.nrows(), 1], self.target_tokenizer.start_id)
+            prompt = tf.concat([start, rows_that(fits, prefix)], axis=1).to_tensor(self.target_tokenizer.pad_id)
+        return {"source": rows_that(fits, ids).to_tensor(self.source_tokenizer.pad_id)}, prompt, fits
 
-    def export(self, filepath):
-        """Writes a SavedModel; a failed write leaves an old one whole.
+    def limits(self, sources, options):
+        import tensorflow as tf
 
-        Its signature `serving_default` takes `text` string `[B]` and returns `text`, `score` and `length` as above. To
-        load it, a process imports `tensorflow` and `tensorflow_text`, nothing else.
-        """
-        write_saved_model(filepath, self, {"serving_default": (self.call, [self._signature()])})
+        options = {"max_length": self.max_length, "min_length": 0, **options}
+        most, least = options.pop("max_length_ratio", math.inf), options.pop("min_length_ratio", 0.0)
+        if isinstance(most, float) and isinstance(least, float) and (most, least) == (math.inf, 0):
+            return options
+        is_token = tf.cast(sources["source"] != self.source_tokenizer.pad_id, tf.float32)
+        tokens = tf.maximum(tf.reduce_sum(is_token, axis=1), 1.0)  # a refused row has none
+        most = tf.minimum(tf.math.ceil(most * tokens), tf.cast(options["max_length"], tf.float32))
+        least = tf.maximum(tf.math.ceil(least * tokens), tf.cast(options["min_length"], tf.float32))
+        return {**options, "max_length": tf.cast(most, tf.int32), "min_length": tf.cast(least, tf.int32)}
+
+    def as_text(self, ids, prompt):
+        import tensorflow as tf
+
+        return self.target_tokenizer.detokenize(ids if prompt is None else tf.concat([prompt, ids], axis=1))
 
     def get_config(self):
         parts = {name: getattr(self, name) for name in ("model", "source_tokenizer", "target_tokenizer")}
-        sizes = {name: getattr(self, name) for name in ("max_length", "max_source_length", "batch_size")}
         parts = {name: keras.saving.serialize_keras_object(part) for name, part in parts.items()}
-        return {"name": self.name, **parts, **sizes}
+        return {**parts, **self._sizes(), "max_source_length": self.max_source_length}
 
-    @classmethod
-    def from_config(cls, config):
-        return cls(**{name: keras.saving.deserialize_keras_object(value) for name, value in config.items()})
+
+@keras.saving.register_keras_serializable(package="keras_transformer")
+class TextGenerator(TextWriter):
+    """Continues strings: a tokenizer and a decoder-only model that writes with a cache, in one graph.
+
+    Called with a list of strings it returns what follows each, as a list of strings. `export` and `save` are those of
+    `Translator`. A text longer than `max_prompt_length` is refused alone, with `""`, the score `-inf` and the length 0.
+
+    Args:
+        model: functional `keras.Model` from ids to logits, `build_language_model`'s or composed by hand; see
+            `Generator`. It saw texts with the start before them, and the end behind those that end.
+        tokenizer: `Tokenizer` of the text.
+        max_length: int, `L`, the most tokens to write, the end among them.
+        max_prompt_length: int, the most tokens of a text, the start among them.
+        batch_size, width, n: as `Translator`; the width is 1 by default.
+        options: dict as `Translator`'s, but for `alignment`.
+
+    Call arguments:
+        text: list of strings; or string tensor `[B]`.
+        max_length, min_length, length_penalty, temperature, top_k, top_p, min_p, seed, repetition_penalty: as
+            `Translator`.
+
+    Returns:
+        as `Translator`, without `alignment`.
+
+    Raises:
+        ValueError: as `Translator`.
+
+    Example:
+    ```python
+    import keras_transformer as kt
+    tokenizer = kt.Tokenizer.train(["to be or not to be"], kind="char")
+    model = kt.build_language_model(tokenizer.vocab_size, **kt.PRESETS["tiny"])  # train it first
+    write = kt.TextGenerator(model, tokenizer, max_length=8)
+    assert len(write(["to be", "or"], temperature=0.8, top_p=0.9, seed=1)) == 2
+    for pieces in write.stream(["to be"]):
+        print(pieces[0], end="")
+    ```
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        tokenizer: Tokenizer,
+        max_length: int = 128,
+        max_prompt_length: int = 512,
+        batch_size: int = 128,
+        width: int = 1,
+        n: int = 1,
+        options: dict | None = None,
+        **kwargs,
+    ):
+        super().__init__(model, tokenizer, max_length, batch_size, width, n, options, **kwargs)
+        self.max_prompt_length = check_count("max_prompt_length", max_prompt_length)
+        self.tokenizer = tokenizer
+
+    def prepare(self, text):
+        import tensorflow as tf
+
+        ids = self.tokenizer.tokenize(text)
+        fits = ids.row_lengths() < self.max_prompt_length
+        start = tf.fill([ids.nrows(), 1], self.tokenizer.start_id)
+        return None, tf.concat([start, rows_that(fits, ids)], axis=1).to_tensor(self.tokenizer.pad_id), fits
+
+    def get_config(self):
+        parts = {name: keras.saving.serialize_keras_object(getattr(self, name)) for name in ("model", "tokenizer")}
+        return {**parts, **self._sizes(), "max_prompt_length": self.max_prompt_length}

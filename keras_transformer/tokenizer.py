@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable
 
 import keras
+import numpy as np
 
 from keras_transformer.checks import check_count
 
@@ -198,5 +199,15 @@ def _explain(error, kind, vocab_size):
 
 
 def decode_strings(strings):
-    """String tensor `[B]` -> list of Python strings."""
-    return [text.decode("utf-8", "replace") for text in strings.numpy().tolist()]
+    """String tensor or array `[B]` -> list of Python strings."""
+    return [text.decode("utf-8", "replace") for text in np.asarray(strings).tolist()]
+
+
+def rows_that(fits, ids):
+    """Ragged ids `[B, (T)]`, without the tokens of rows that do not fit."""
+    import tensorflow as tf
+
+    lengths = ids.row_lengths()
+    return tf.RaggedTensor.from_row_lengths(
+        tf.boolean_mask(ids.flat_values, tf.repeat(fits, lengths)), tf.where(fits, lengths, 0)
+    )

@@ -1,0 +1,84 @@
+"""What goes into a call of `Translator` or `TextGenerator` beside text, and what comes out."""
+
+import math
+from typing import Any, NamedTuple
+
+from keras_transformer.checks import check_count, check_range
+
+
+class Option(NamedTuple):
+    """A number: its dtype, default, range, and whether it must be above `least`."""
+
+    dtype: str
+    default: Any
+    least: float = 0
+    most: float = math.inf
+    above: bool = False
+
+
+OPTIONS = {
+    "max_length": Option("int32", None, 1),
+    "min_length": Option("int32", 0),
+    "length_penalty": Option("float32", 0.6),
+    "repetition_penalty": Option("float32", 1.0, above=True),
+    "temperature": Option("float32", 0.0),
+    "top_k": Option("int32", 0),
+    "top_p": Option("float32", 1.0, most=1, above=True),
+    "min_p": Option("float32", 0.0, most=1),
+    "seed": Option("int32", 0, least=-math.inf),
+}
+"""What every search takes; see `Generator.searches`. The default and the most of `max_length` are the object's own."""
+
+
+def check_numbers(numbers: dict, options: dict) -> dict:
+    """Python numbers that are options, in range and of their type; a ValueError otherwise."""
+    unknown = sorted(set(numbers) - set(options))
+    if unknown:
+        raise ValueError(f"The options of a call are {sorted(options)}; got {unknown}.")
+    checked = {}
+    for name, value in numbers.items():
+        option = options[name]
+        checked[name] = check_range(name, value, option.least, option.most, option.above)
+        if option.dtype == "int32":
+            checked[name] = check_count(name, value, option.least)
+    return checked
+
+
+def assert_numbers(numbers: dict, options: dict) -> None:
+    """Scalar tensors in range; in a graph an `InvalidArgumentError` otherwise."""
+    import tensorflow as tf
+
+    for name, value in numbers.items():
+        option, number = options[name], tf.cast(value, tf.float32)
+        is_high = number > option.least if option.above else number >= option.least
+        tf.debugging.Assert(is_high & (number <= option.most), [f"`{name}` is out of range; got", value])
+
+
+class Output(NamedTuple):
+    """What was written for a text.
+
+    Attributes:
+        text: str.
+        score: float, its log-probability, in nats; -inf for a text that was refused.
+        tokens: list of strings, its tokens as the vocabulary writes them, the end among them.
+        alignment: list of ints, where in the source's tokens the model looked most as it wrote each; or None.
+    """
+
+    text: str
+    score: float
+    tokens: list[str]
+    alignment: list[int] | None
+
+
+class Scored(NamedTuple):
+    """How likely a given text is.
+
+    Attributes:
+        score: float, its log-probability, in nats; -inf for a text that was refused.
+        tokens: list of strings, its tokens as the vocabulary writes them, the end among them.
+        token_scores: list of floats, the log-probability of each.
+    """
+
+    score: float
+    tokens: list[str]
+    token_scores: list[float]

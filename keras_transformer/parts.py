@@ -1,0 +1,166 @@
+"""A model as generation uses it: what runs once for each source, and what runs for each token, with a cache.
+
+Letters: `B` batch, `T` target tokens, `V` vocabulary.
+"""
+
+import keras
+import numpy as np
+from keras import ops
+from keras.src.models.functional import Functional
+
+from keras_transformer.scopes import DecodingScope
+
+
+class WholeModel:
+    """A subclassed model, of which nothing is known: it runs whole for each token."""
+
+    def __init__(self, model, example=None):
+        self.model = model
+        self.name = model.name
+        self.example = example
+
+    def encode(self, sources):
+        """dict of the other inputs -> what `decode` needs of them."""
+        return {name: ops.convert_to_tensor(value) for name, value in (sources or {}).items()}
+
+    def decode(self, tokens, context):
+        """int `[B, T]` and what `encode` gave -> logits `[B, T, V]`."""
+        return self.model({**context, "target": tokens} if context else tokens)
+
+    def layers(self):
+        """(name, function like `decode`, up to that layer) for each layer that can be looked at, in order."""
+        return ()
+
+
+class FunctionalModel:
+    """A functional model, cut where the ids that it writes first matter."""
+
+    def __init__(self, model):
+        inputs = {tensor.name: tensor for tensor in model.inputs}
+        written = next((name for name in ("target", "tokens") if name in inputs), None)
+        if written is None and len(inputs) == 1:
+            (written,) = inputs
+        if written is None or len(model.outputs) != 1:
+            raise ValueError(
+                "Generation needs a model with an input named 'target' or 'tokens' (or just one input), and the logits "
+                f"as its one output; got {model.name!r} with inputs {sorted(inputs)} and {len(model.outputs)} outputs."
+            )
+        self.name = model.name
+        self._encode, self._decode = _cut(model, inputs.pop(written), inputs)
+        self.example = {tensor.name: _example(tensor) for tensor in inputs.values()} or None
+
+    def encode(self, sources):
+        """dict of the other inputs -> list of tensors that depend on them alone."""
+        return keras.tree.flatten(self._encode(sources)) if self._encode else []
+
+    def decode(self, tokens, context):
+        """int `[B, T]` and what `encode` gave -> logits `[B, T, V]`."""
+        return self._decode([ops.convert_to_tensor(tokens), *context])
+
+    def layers(self):
+        """(name, function like `decode`, up to that layer) for each layer that depends on the tokens, in order."""
+        for node in _nodes_in_order(self._decode):
+            for tensor in node.outputs:
+                probe = _takes_masks(keras.Model(self._decode.inputs, tensor))
+                yield node.operation.name, lambda tokens, context, probe=probe: probe([tokens, *context])
+
+
+def parts_of(model, example=None):
+    """The model as generation uses it.
+
+    Raises:
+        ValueError: if it cannot be used so, or gives other logits token by token than for all tokens at once.
+    """
+    model = getattr(model, "_functional", None) or model  # a Sequential model's
+    parts = FunctionalModel(model) if isinstance(model, Functional) else WholeModel(model, example)
+    check_cache(parts)
+    return parts
+
+
+def _cut(model, target, others):
+    """Two models that share the layers of `model`: dict of the other inputs -> list of tensors that do not depend on
+    the target (or the only one), or None where there are no other inputs; and `[target, *those tensors]` -> logits.
+    """
+    dependent, boundary, nodes = {id(target)}, {}, []
+    for node in _nodes_in_order(model):
+        if dependent.intersection(map(id, node.input_tensors)):
+            nodes.append(node)
+            dependent.update(map(id, node.outputs))
+            boundary.update({id(t): t for t in node.input_tensors})
+    context = [tensor for key, tensor in boundary.items() if key not in dependent]
+    if id(model.outputs[0]) not in dependent or bool(context) != bool(others):
+        raise ValueError(
+            f"The logits must depend on {target.name!r} and on the other inputs, if there are any; those of "
+            f"{model.name!r}, with inputs {[target.name, *others]}, do not."
+        )
+
+    # The rest is called anew on inputs of its own: a keras.Model that starts at tensors within another one's graph
+    # changes that one, which could not be saved any more (Keras 3.15).
+    own = {id(t): keras.Input(batch_shape=t.shape, dtype=t.dtype) for t in (target, *context)}
+    own_inputs = list(own.values())
+    for node in nodes:
+        args, kwargs = keras.tree.map_structure(
+            lambda t: own.get(id(t), t), (node.arguments.args, node.arguments.kwargs)
+        )
+        outputs = keras.tree.flatten(node.operation(*args, **kwargs))
+        own.update(zip(map(id, node.outputs), outputs))
+    decode = _takes_masks(keras.Model(own_inputs, own[id(model.outputs[0])], name="decode"))
+    return (keras.Model(others, context, name="encode") if context else None), decode
+
+
+def _takes_masks(model):
+    """`model`, whose inputs carry masks, which Keras warns that a functional model ends."""
+    model.supports_masking = True
+    return model
+
+
+def _nodes_in_order(model):
+    """The nodes of a functional model's graph, each after those that it needs."""
+    depths = sorted(model._nodes_by_depth, reverse=True)
+    return [node for depth in depths for node in model._nodes_by_depth[depth] if not node.is_input]
+
+
+def _example(tensor):
+    """A small input for `tensor`: ids that every vocabulary has, or noise."""
+    if keras.backend.is_float_dtype(tensor.dtype):
+        return np.random.default_rng(0).normal(size=[s or 4 for s in (2, *tensor.shape[1:])]).astype(tensor.dtype)
+    return np.array([[1, 2, 3, 1], [3, 2, 0, 0]])[:, : tensor.shape[1]].astype(tensor.dtype)
+
+
+def check_cache(parts):
+    """Raises a ValueError if the logits differ, token by token with a cache, from those for all tokens at once."""
+    context = parts.encode(parts.example)
+    tokens = np.array([[2, 1, 3, 1, 2, 2], [3, 1, 1, 2, 3, 1]], dtype="int32")
+    if _cache_differs(parts.decode, tokens, context):
+        probes = ((name, probe) for name, probe in parts.layers() if _cache_differs(probe, tokens, context))
+        culprit, _ = next(probes, (parts.name, None))
+        raise ValueError(
+            "A model that generates must give the same logits token by token with a cache as for all tokens at once: "
+            "its layers treat target positions one by one or look back through this package's causal attention; "
+            f"got other values from layer {culprit!r}."
+        )
+
+
+def _cache_differs(decode, tokens, context):
+    """Whether rows of 3 and 2 tokens, continued one at a time, miss what `decode` says of all at once."""
+
+    def run(new, index, cache):
+        with DecodingScope(cache, index, length=tokens.shape[1]) as scope:
+            out = decode(ops.convert_to_tensor(new), context)
+        return np.asarray(ops.cast(out, "float32")), scope.cache
+
+    out = decode(ops.convert_to_tensor(tokens), context)
+    exact = keras.backend.standardize_dtype(out.dtype) in ("float32", "float64", "int32", "int64", "bool")
+    full = np.asarray(ops.cast(out, "float32"))
+    index = np.array([3, 2], dtype="int32")
+    out, cache = run(tokens[:, :3], np.zeros_like(index), None)
+    if full.shape[:2] != tokens.shape:  # not by position: a weight, which does not change, or a mean over tokens
+        return full.shape != out.shape or not np.allclose(full, out)
+    pairs = [(full[:, :2], out[:, :2])]
+    rows = np.arange(len(tokens))
+    while index.max() < tokens.shape[1]:
+        out, cache = run(tokens[rows, index][:, None], index, cache)
+        pairs.append((full[rows, index], out[:, 0]))
+        index = index + 1
+    worst = max(np.max(np.abs(a - b)) for a, b in pairs)
+    return not worst <= (1e-3 if exact else 0.1) * max(1.0, np.max(np.abs(full)))
