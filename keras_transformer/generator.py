@@ -27,8 +27,8 @@ class Generator:
             input of int ids `[B, T]` named `"target"` or `"tokens"`, or just one input; and any others. A subclassed
             one is called with ids; or, given an `example`, with a dict of such inputs and `"target"`.
         max_length: int, `L`, the most tokens to write, the end among them.
-        width: int, beams; 1 is greedy.
-        n: int, outputs of each row: the best of a beam, at most `width`, or samples.
+        width: int, beams, at least `n`; 1 is greedy; None for `n`.
+        n: int, outputs of each row: the best of a beam, or samples.
         start_id: int, the token that a target starts with.
         end_id: int or sequence of ints, the tokens that end it.
         pad_id: int, padding.
@@ -54,9 +54,10 @@ class Generator:
     ```
     """
 
-    def __init__(self, model, max_length, width=1, n=1, start_id=2, end_id=3, pad_id=0, example=None):
+    def __init__(self, model, max_length, width=None, n=1, start_id=2, end_id=3, pad_id=0, example=None):
         self.max_length = check_count("max_length", max_length)
-        self.width, self.n = check_count("width", width), check_count("n", n)
+        self.n = check_count("n", n)
+        self.width = check_count("width", n if width is None else width, least=self.n)
         self.start_id, self.end_id, self.pad_id = start_id, end_id, pad_id
         self.parts = parts_of(model, example)
 
@@ -100,7 +101,7 @@ class Generator:
         forbidden_ids=(),
         filters=(),
     ):
-        """The beam search (or greedy one) and the sampling that these options ask for.
+        """The beam search (or greedy one, or None if it is not asked for) and the sampling of these options.
 
         Args:
             max_length: int or int tensor, scalar or `[B]`: the most tokens to write; None for the generator's.
@@ -127,6 +128,8 @@ class Generator:
         sampling = Sampling(max_length, n, temperature, top_k, top_p, min_p, seed, **task)
         if self.width == n == 1:
             return Sampling(max_length, temperature=0.0, **task), sampling
+        if isinstance(sampling.temperature, float) and sampling.temperature > 0:
+            return None, sampling
         return Beam(max_length, self.width, n, length_penalty, **task), sampling
 
     def begin(self, sources, prompt=None):

@@ -37,8 +37,8 @@ class Translator(TextWriter):
         max_length: int, `L`, the most tokens to write, the end among them.
         max_source_length: int, the most tokens of a source, the end among them.
         batch_size: int, how many strings of a list go through the model at once.
-        width: int, beams; 1 is greedy.
-        n: int, outputs of each text: the best of a beam, at most `width`, or samples.
+        width: int, beams, at least `n`; 1 is greedy.
+        n: int, outputs of each text: the best of a beam, or samples.
         options: dict, what calls do where they say nothing else: their options (below), and `no_repeat_ngram` (int),
             `forbidden_ids` (list of ints) and `alignment` (bool, whether outputs say where the model looked).
 
@@ -159,7 +159,7 @@ class TextGenerator(TextWriter):
         tokenizer: `Tokenizer` of the text.
         max_length: int, `L`, the most tokens to write, the end among them.
         max_prompt_length: int, the most tokens of a text, the start among them.
-        batch_size, width, n: as `Translator`; the width is 1 by default.
+        batch_size, width, n: as `Translator`; without a `width`, it is `n`.
         options: dict as `Translator`'s, but for `alignment`.
 
     Call arguments:
@@ -192,7 +192,7 @@ class TextGenerator(TextWriter):
         max_length: int = 128,
         max_prompt_length: int = 512,
         batch_size: int = 128,
-        width: int = 1,
+        width: int | None = None,
         n: int = 1,
         options: dict | None = None,
         **kwargs,

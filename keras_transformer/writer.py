@@ -29,7 +29,6 @@ class TextWriter(keras.Model):
     def __init__(self, model, tokenizer, max_length, batch_size, width, n, options, **kwargs):
         super().__init__(**kwargs)
         self.max_length, self.batch_size = check_count("max_length", max_length), check_count("batch_size", batch_size)
-        self.width, self.n = check_count("width", width), check_count("n", n)
         if model.output.shape[-1] < tokenizer.vocab_size:
             raise ValueError(
                 "The model must have a logit for each token of the tokenizer of what it writes; "
@@ -39,6 +38,7 @@ class TextWriter(keras.Model):
         self._writes = tokenizer
         ids = tokenizer.start_id, tokenizer.end_id, tokenizer.pad_id
         self._generate = Generator(model, max_length, width, n, *ids)
+        self.width, self.n = self._generate.width, self._generate.n
         longest = OPTIONS["max_length"]._replace(default=self.max_length, most=self.max_length)
         self._numbers = {**self.NUMBERS, "max_length": longest}
         fixed = {name: value for name, value in (options or {}).items() if name in self.FIXED}
@@ -226,10 +226,11 @@ class TextWriter(keras.Model):
     def _run(self, texts, options):
         """What the graph gives for lists of strings, a batch at a time."""
         columns, numbers = self._arguments(texts, options)
+        is_plain = not options and not self.options.get("temperature")  # samples need to know their row
         refused = 0
         for i, batch in enumerate(self._batches(*columns)):
             row = i * self.batch_size
-            found = self._graph("call_with", row, *batch, *numbers) if options else self._graph("call", batch[0])
+            found = self._graph("call", batch[0]) if is_plain else self._graph("call_with", row, *batch, *numbers)
             refused += int((found["length"].numpy()[:, 0] == 0).sum())
             yield found
         if refused:

@@ -26,7 +26,7 @@ SERVING = """
 import base64, json, sys
 import tensorflow as tf
 
-folder, requests = sys.argv[1:]
+folder, requests, calls = sys.argv[1:]
 try:
     tf.saved_model.load(folder)
     without_text = ""
@@ -35,19 +35,35 @@ except Exception as error:
 
 import tensorflow_text  # registers the ops of the tokenizers
 
-serve = tf.saved_model.load(folder).signatures["serving_default"]
+signatures = tf.saved_model.load(folder).signatures
+serve, with_options = signatures["serving_default"], signatures["with_options"]
 
 def spec(tensor):
     return tensor.dtype.name, tensor.shape.as_list()
 
+def strings(texts):
+    return tf.constant([base64.b64decode(text) for text in texts], tf.string)
+
 def answer(texts):
-    found = serve(text=tf.constant([base64.b64decode(text) for text in texts], tf.string))
+    return plain(serve(text=strings(texts)))
+
+def answer_call(text, prefix, **numbers):
+    specs = with_options.structured_input_signature[1]
+    numbers = {name: tf.constant(value, specs[name].dtype) for name, value in numbers.items()}
+    try:
+        return plain(with_options(text=strings(text), prefix=strings(prefix), **numbers))
+    except tf.errors.InvalidArgumentError as error:
+        return str(error)
+
+def plain(found):
     return {
         "text": [base64.b64encode(text).decode() for text in found["text"][:, 0].numpy().tolist()],
         "score": found["score"][:, 0].numpy().tolist(),
         "length": found["length"][:, 0].numpy().tolist(),
     }
 
+with open(calls) as file:
+    called = [answer_call(**call) for call in json.load(file)]
 with open(requests) as file:
     answers = {name: answer(texts) for name, texts in json.load(file).items()}
 args, kwargs = serve.structured_input_signature
@@ -57,6 +73,7 @@ print(json.dumps({
     "inputs": [len(args), {name: spec(tensor) for name, tensor in kwargs.items()}],
     "outputs": {name: spec(tensor) for name, tensor in serve.structured_outputs.items()},
     "answers": answers,
+    "called": called,
 }))
 """
 
@@ -76,6 +93,43 @@ BATCHES = {
     "too long": [LONG],
     "mixed": [WORDS[0], "", LONG, *INVALID, WORDS[1], LONG + "a", "unseen Ω 🦊", WORDS[2]],
 }
+
+
+NEUTRAL = {
+    "max_length": 12,
+    "min_length": 0,
+    "max_length_ratio": float("inf"),
+    "min_length_ratio": 0.0,
+    "length_penalty": 0.6,
+    "repetition_penalty": 1.0,
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "seed": 0,
+}
+CALLS = [
+    {},
+    {"length_penalty": 0.0, "max_length": 3},
+    {"min_length": 9, "repetition_penalty": 1.5},
+    {"max_length_ratio": 0.5},
+    {"min_length_ratio": 1.5},
+    {"temperature": 1.0, "seed": 5},
+    {"temperature": 2.0, "seed": 6, "top_k": 5},
+    {"temperature": 2.0, "seed": 7, "top_p": 0.7, "min_p": 0.05},
+    {"prefix": ["h", "ab", "", "cc", "d", "e", "fg"]},
+]
+WRONG = [
+    {"temperature": -1.0},
+    {"top_p": 0.0},
+    {"min_p": 1.5},
+    {"top_k": -1},
+    {"max_length": 13},
+    {"max_length": 0},
+    {"length_penalty": -0.1},
+    {"repetition_penalty": 0.0},
+]
+ASKED = WORDS[:7]
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +164,12 @@ def served(saved):
     """What a process says that has TensorFlow and tensorflow-text, and a SavedModel."""
     requests = {name: [base64.b64encode(as_bytes(t)).decode() for t in texts] for name, texts in BATCHES.items()}
     (saved / "requests.json").write_text(json.dumps(requests))
+    calls = [{"text": ASKED, "prefix": [""] * len(ASKED), **NEUTRAL, **call} for call in (*CALLS, *WRONG)]
+    for call in calls:
+        call.update({name: [base64.b64encode(t.encode()).decode() for t in call[name]] for name in ("text", "prefix")})
+    (saved / "calls.json").write_text(json.dumps(calls))
     (saved / "serving.py").write_text(SERVING)
-    command = [sys.executable, "-I", "serving.py", "translator", "requests.json"]
+    command = [sys.executable, "-I", "serving.py", "translator", "requests.json", "calls.json"]
     run = subprocess.run(command, cwd=saved, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout.splitlines()[-1])
@@ -123,7 +181,10 @@ def as_bytes(text):
 
 def answered(served, name):
     """Lists of texts, scores and lengths."""
-    found = served["answers"][name]
+    return decoded(served["answers"][name])
+
+
+def decoded(found):
     texts = [base64.b64decode(text).decode("utf-8", "replace") for text in found["text"]]
     return texts, np.array(found["score"]), np.array(found["length"])
 
@@ -188,6 +249,28 @@ def test_a_text_that_is_too_long_is_refused_alone(served):
     places = [BATCHES["mixed"].index(word) for word in WORDS[:3]]
     assert [texts[place] for place in places] == answered(served, "three")[0]
     np.testing.assert_allclose(scores[places], answered(served, "three")[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("number", range(len(CALLS)), ids=[", ".join(call) or "nothing" for call in CALLS])
+def test_options_act_in_the_saved_model_as_in_python(translator, served, number):
+    texts, scores, lengths = decoded(served["called"][number])
+    call = CALLS[number]
+    assert translator(ASKED, **call) == texts
+    outputs = [outputs[0] for outputs in translator.n_best(ASKED, **call)]
+    np.testing.assert_allclose([output.score for output in outputs], scores, rtol=1e-4, atol=1e-4)
+    assert [len(output.tokens) for output in outputs] == lengths.tolist()
+    if "prefix" in call:
+        assert all(text.startswith(prefix) for text, prefix in zip(texts, call["prefix"]))
+    elif call:
+        assert texts != decoded(served["called"][0])[0]
+
+
+@pytest.mark.parametrize("number", range(len(WRONG)), ids=[str(call) for call in WRONG])
+def test_wrong_options_are_refused_in_the_saved_model_and_in_python(translator, served, number):
+    (name,) = WRONG[number]
+    assert f"`{name}` is out of range" in served["called"][len(CALLS) + number]
+    with pytest.raises(ValueError, match=f"`{name}` must be"):
+        translator(ASKED, **WRONG[number])
 
 
 def test_the_signature_is_text_to_text_score_and_length(served):

@@ -237,14 +237,19 @@ def subclassed_translator(mix=None):
 
 
 LANGUAGE = [
+    unnamed_input,
+    dict_of_tokens,
     layers_between_decoders,
+    sequential,
+    built_language_model,
     subclassed_language_model,
-    *(
-        pytest.param(make, marks=pytest.mark.slow)
-        for make in (unnamed_input, dict_of_tokens, sequential, built_language_model)
-    ),
 ]
 by_name = functools.partial(pytest.mark.parametrize, ids=lambda make: make.__name__)
+
+
+def quick(makes, *these):
+    """`makes` as parameters, of which only these run when slow tests are left out."""
+    return [make if make in these else pytest.param(make, marks=pytest.mark.slow) for make in makes]
 
 
 def sources_of(model, batch=4, tokens=5):
@@ -389,24 +394,25 @@ def ready(make):
     return shaken(make())
 
 
-def generator(make, **options):
+@functools.cache
+def generator(make, max_length=LENGTH, **options):
     """(model, its generator of up to `LENGTH` tokens)."""
     model = ready(make)
     example = {"source": np.array([[4, 5], [6, 0]], "int32")} if make is subclassed_translator else None
-    return model, kt.Generator(model, options.pop("max_length", LENGTH), example=example, **options)
+    return model, kt.Generator(model, max_length, example=example, **options)
 
 
 # the generator
 
 
-@pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
-@pytest.mark.parametrize("tie_embeddings", ["all", "target", "none"])
+@pytest.mark.parametrize("norm_first", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["post", "pre"])
+@pytest.mark.parametrize("tie_embeddings", quick(["all", "target", "none"], "all"))
 def test_a_built_transformer_writes_as_it_does_on_growing_prefixes(norm_first, tie_embeddings):
     model = shaken(built(norm_first=norm_first, tie_embeddings=tie_embeddings, num_layers=2))
     assert_same(kt.Generator(model, LENGTH)(sources_of(model)), searched(model))
 
 
-@by_name("compose", COMPOSED)
+@by_name("compose", quick(COMPOSED, *COMPOSED[1::2]))
 def test_a_composed_model_writes_as_it_does_on_growing_prefixes(compose):
     model, generate = generator(compose)
     assert_same(generate(sources_of(model)), searched(model))
@@ -426,7 +432,7 @@ def assert_scores_are_those_of_score(generate, sources, found, prompt=None, atol
         np.testing.assert_array_equal(scored["length"], found["length"][:, i])
 
 
-@by_name("compose", COMPOSED)
+@by_name("compose", quick(COMPOSED, *COMPOSED[::2], sources_one_after_the_other))
 def test_a_beam_through_a_composed_model_is_one_over_whole_prefixes(compose):
     model, generate = generator(compose, width=3, n=2)
     sources = sources_of(model)
@@ -458,7 +464,7 @@ def test_padding_of_the_source_changes_nothing():
     assert_same(generate({"source": padded}), plain(generate({"source": source})))
 
 
-@pytest.mark.parametrize("end_id, ends", [(7, (7,)), ([7, 4, 3], (7, 4, 3))], ids=["one end", "three ends"])
+@pytest.mark.parametrize("end_id, ends", [(7, (7,)), ((7, 4, 3), (7, 4, 3))], ids=["one end", "three ends"])
 def test_ids_of_start_and_end_are_the_callers(end_id, ends):
     model, generate = generator(built, start_id=5, end_id=end_id, width=3, n=3)
     expected = searched(model, width=3, n=3, start=5, ends=ends)
@@ -476,7 +482,7 @@ def test_xla_writes_the_same(make, width, n):
     assert_same(found, searched(model, width=width, n=n))
 
 
-@by_name("make", [implicit_masks, sources_one_after_the_other])
+@by_name("make", quick([implicit_masks, sources_one_after_the_other], sources_one_after_the_other))
 def test_samples_are_a_seeds_in_a_graph_too_and_their_scores_those_of_score(make):
     model, generate = generator(make, width=3, n=3)
     sources = sources_of(model)
@@ -493,8 +499,8 @@ def test_more_samples_are_drawn_than_a_beam_is_wide():
     assert generate(sources_of(model), temperature=1.0)["ids"].shape == (4, 3, LENGTH)
 
 
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16", "bfloat16", "float16"])
-@by_name("make", [built, implicit_masks])
+@pytest.mark.parametrize("policy", quick(["mixed_bfloat16", "mixed_float16", "bfloat16", "float16"], "mixed_float16"))
+@by_name("make", quick([built, implicit_masks], built))
 def test_half_precision_writes_ids_with_finite_scores(policy, make):
     keras.config.set_dtype_policy(policy)
     model = make()
@@ -527,7 +533,7 @@ def resampled(model, prompt, seeds, n=3):
     return plain(compiled(lambda p: kt.sample(uncached(model, {}, columns), p, LONG, **options))(prompt))
 
 
-@by_name("make", LANGUAGE)
+@by_name("make", quick(LANGUAGE, layers_between_decoders))
 def test_a_language_model_continues_prompts_for_64_tokens_as_it_does_on_growing_prefixes(make):
     model, generate = generator(make, max_length=LONG, width=3, n=3)
     run = beam_and_samples(generate)
@@ -535,7 +541,7 @@ def test_a_language_model_continues_prompts_for_64_tokens_as_it_does_on_growing_
     assert_same(run(PROMPTS, 1.0, SEEDS), resampled(model, PROMPTS, SEEDS), rtol=1e-5)
 
 
-@by_name("make", LANGUAGE)
+@by_name("make", quick(LANGUAGE, dict_of_tokens, sequential, subclassed_language_model))
 def test_a_language_model_greedily_continues_prompts_as_it_does_on_growing_prefixes(make):
     model, generate = generator(make)
     assert_same(generate(prompt=PROMPTS), searched(model, {}, PROMPTS), rtol=1e-5)
@@ -564,7 +570,7 @@ def test_a_language_model_continues_prompts_under_xla(make):
     assert_same(run(PROMPTS, 1.0, SEEDS), resampled(model, PROMPTS, SEEDS))
 
 
-@by_name("make", LANGUAGE[1:])
+@by_name("make", quick(LANGUAGE, unnamed_input))
 def test_a_prompt_is_continued_in_a_batch_as_alone_wherever_its_padding_stands(make):
     _, generate = generator(make, max_length=LONG, width=3, n=3)
     run = beam_and_samples(generate)
@@ -576,8 +582,8 @@ def test_a_prompt_is_continued_in_a_batch_as_alone_wherever_its_padding_stands(m
         assert_same(run(PROMPTS, temperature, SEEDS), joined(alone))
 
 
-@by_name("make", [implicit_masks, sources_one_after_the_other, subclassed_translator])
-@pytest.mark.parametrize("width, n", [(1, 1), (3, 2)], ids=["greedy", "beam"])
+@by_name("make", quick([implicit_masks, sources_one_after_the_other, subclassed_translator], implicit_masks))
+@pytest.mark.parametrize("width, n", [pytest.param(1, 1, marks=pytest.mark.slow), (3, 2)], ids=["greedy", "beam"])
 def test_a_translation_goes_on_from_a_forced_beginning(make, width, n):
     model, generate = generator(make, width=width, n=n)
     sources = sources_of(model)
@@ -612,7 +618,7 @@ def random_steps(rng, rows, steps=6):
     return [rng.integers(1, VOCAB, size=(rows, 1 + i % 3 // 2)).astype("int32") for i in range(steps)]
 
 
-@by_name("make", [implicit_masks, one_block_twice, concatenated_sources, unnamed_input, subclassed_translator])
+@by_name("make", quick([implicit_masks, one_block_twice, concatenated_sources, *LANGUAGE], implicit_masks))
 @pytest.mark.parametrize("spread", ["widen", "repeat"])
 def test_cached_logits_are_those_of_the_whole_model_also_of_many_rows_a_source(make, spread, rng):
     model, generate = generator(make)
@@ -666,7 +672,7 @@ def test_a_scope_around_a_model_goes_on_from_widened_and_reordered_rows(rng):
 TARGETS = np.array([[5, 6, 3, 0], [4, 3, 0, 0], [7, 7, 8, 9], [3, 0, 0, 0]], "int32")
 
 
-@by_name("make", [implicit_masks, built, unnamed_input, subclassed_translator])
+@by_name("make", quick([implicit_masks, built, unnamed_input, subclassed_translator], built, unnamed_input))
 @pytest.mark.parametrize("prompts", [None, FORCED], ids=["start", "prompts"])
 def test_a_score_is_the_log_probability_of_a_target_that_the_model_is_made_to_read(make, prompts):
     model, generate = generator(make)
@@ -711,7 +717,7 @@ def test_padding_and_the_rest_of_the_batch_change_no_score(prompts):
 # where a model looks
 
 
-@by_name("make", [implicit_masks, sources_one_after_the_other, subclassed_translator])
+@by_name("make", quick([implicit_masks, sources_one_after_the_other, subclassed_translator], implicit_masks))
 @pytest.mark.parametrize("prompts", [None, FORCED], ids=["start", "prompts"])
 def test_attention_is_what_a_model_looks_at_as_it_writes_token_by_token(make, prompts):
     model, generate = generator(make)
@@ -770,7 +776,7 @@ def written(search, **options):
 
 @pytest.mark.parametrize("least", [5, np.array([1, 3, 7, 5], "int32")], ids=["one", "each"])
 def test_the_fewest_tokens_and_the_most_are_a_numbers_or_each_rows(least):
-    model, generate = generator(implicit_masks, width=3, n=2, end_id=[3, 4, 5])
+    model, generate = generator(implicit_masks, width=3, n=2, end_id=(3, 4, 5))
     sources, ends = sources_of(model), (3, 4, 5)
     wanted = ops.convert_to_tensor(least)
     found = plain(generate(sources, min_length=least if isinstance(least, int) else wanted))
@@ -880,7 +886,7 @@ def test_more_outputs_than_beams_and_an_end_that_is_padding_are_refused():
     model, generate = generator(implicit_masks, width=2, n=3)
     with pytest.raises(ValueError, match="`n` must be at most `width`; got 3 and 2"):
         generate(sources_of(model))
-    model, generate = generator(implicit_masks, end_id=[3, 0])
+    model, generate = generator(implicit_masks, end_id=(3, 0))
     with pytest.raises(ValueError, match="An end must not be `pad_id`"):
         generate(sources_of(model))
 
@@ -956,7 +962,7 @@ MIXERS = {
 }
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["before", "behind"])
+@pytest.mark.parametrize("before", quick([True, False], True), ids=["before", "behind"])
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_a_layer_that_mixes_target_positions_is_refused_by_name(mixer, before):
     with pytest.raises(ValueError, match="from layer 'mixer'"):

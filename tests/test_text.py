@@ -394,7 +394,9 @@ def test_any_number_and_length_of_strings_is_one_graph(translator):
 
 def test_a_model_that_cannot_write_the_vocabulary_is_refused(translator):
     small = kt.build_transformer(20, d_model=8, num_layers=1, num_heads=1, intermediate_dim=8)
-    with pytest.raises(ValueError, match=f"logit for each token of the tokenizer of what it writes; got 20 for {8 + 1 + 260}"):
+    with pytest.raises(
+        ValueError, match=f"logit for each token of the tokenizer of what it writes; got 20 for {8 + 1 + 260}"
+    ):
         kt.Translator(small, translator.source_tokenizer, translator.target_tokenizer)
 
 
@@ -415,3 +417,192 @@ def test_a_model_that_cannot_read_the_vocabulary_is_refused(translator, words):
 def test_sizes_below_1_are_refused(translator, size):
     with pytest.raises(ValueError, match=f"`{size}` must be a whole number of at least 1; got 0"):
         kt.Translator(translator.model, translator.source_tokenizer, translator.target_tokenizer, **{size: 0})
+
+
+# ---- options, n-best, scores, streams
+
+
+@pytest.fixture(scope="module")
+def several(translator):
+    """The same model, with three outputs and their alignment."""
+    letters = translator.source_tokenizer
+    return kt.Translator(translator.model, letters, letters, 7, 12, 4, width=4, n=3, options={"alignment": True})
+
+
+def test_n_best_outputs_are_ranked_distinct_and_scored_as_the_model_scores_them(several):
+    outputs = several.n_best(SOURCES)
+    assert [best.text for best, *_ in outputs] == several(SOURCES)
+    for source, row in zip(SOURCES, outputs):
+        ranks = [output.score / ((5 + len(output.tokens)) / 6) ** 0.6 for output in row]
+        assert len(row) == 3 and ranks == sorted(ranks, reverse=True)
+        assert len({tuple(output.tokens) for output in row}) == 3
+        ended = [output for output in row if output.tokens[-1] == "</s>" and spelled(several, output)]
+        scored = several.score([source] * len(ended), [output.text for output in ended])
+        np.testing.assert_allclose([one.score for one in scored], [one.score for one in ended], rtol=1e-4)
+        assert [one.tokens for one in scored] == [one.tokens for one in ended]
+
+
+def spelled(several, output):
+    """Whether an output's tokens are those of its text: a random model also writes ones that text never becomes."""
+    ids = several.target_tokenizer.tokenize([output.text], end=True)
+    return [piece.decode() for piece in several.target_tokenizer.pieces(ids[0]).numpy()] == output.tokens
+
+
+def test_an_alignment_names_a_source_token_for_each_token(several):
+    for source, row in zip(SOURCES, several.n_best(SOURCES)):
+        places = len(several.source_tokenizer.tokenize([source], end=True)[0])
+        for output in row:
+            assert len(output.alignment) == len(output.tokens)
+            assert all(0 <= place < places for place in output.alignment)
+    answer = several(tf.constant(SOURCES))
+    np.testing.assert_array_equal(answer["alignment"] == -1, answer["ids"] == 0)
+
+
+def test_scores_of_tokens_add_up_and_do_not_depend_on_other_rows(translator):
+    targets = ["b", "abc", "", "dead", "h" * 6, "g", "f", "e", "ab", "a"]
+    scored = translator.score(SOURCES, targets)
+    for source, target, one in zip(SOURCES, targets, scored):
+        assert len(one.tokens) == len(one.token_scores) == len(target) + 1 and one.tokens[-1] == "</s>"
+        np.testing.assert_allclose(sum(one.token_scores), one.score, rtol=1e-5)
+        np.testing.assert_allclose(translator.score([source], [target])[0].score, one.score, rtol=1e-4)
+    refused, short = translator.score(["a", "b"], ["a" * 7, "a" * 6])  # the end is a token too
+    assert refused.score == -np.inf and refused.tokens == [] and np.isfinite(short.score)
+
+
+def test_targets_that_are_not_one_a_text_are_refused(translator):
+    for targets in (["a"], "ab"):
+        with pytest.raises(ValueError, match="`target` must be a list of strings, one for each text"):
+            translator.score(["a", "b"], targets)
+    with pytest.raises(ValueError, match="`prefix` must be a list of strings, one for each text"):
+        translator(["a", "b"], prefix=["a"])
+
+
+def test_a_seed_draws_the_same_whatever_the_batch_size(translator):
+    letters = translator.source_tokenizer
+    drawn = translator(SOURCES, temperature=1.5, seed=3)
+    assert drawn == translator(SOURCES, temperature=1.5, seed=3) != translator(SOURCES, temperature=1.5, seed=4)
+    for batch_size in (1, 100):
+        other = kt.Translator(translator.model, letters, letters, 7, 12, batch_size)
+        assert other(SOURCES, temperature=1.5, seed=3) == drawn
+    assert len(set(translator(["abc"] * 8, temperature=1.5))) > 4
+
+
+def test_a_prefix_begins_the_text_and_is_not_counted(translator):
+    prefixes = ["", "a", "bc", "hhh", "", "d", "e", "f", "g", "ab"]
+    for source, prefix, (output,) in zip(SOURCES, prefixes, translator.n_best(SOURCES, prefix=prefixes)):
+        assert output.text.startswith(prefix) and len(output.tokens) <= 7
+        (alone,) = translator.n_best([source], prefix=[prefix])[0]
+        assert alone.tokens == output.tokens
+    assert translator(SOURCES, prefix=[""] * len(SOURCES)) == translator(SOURCES)
+    assert translator(["a", "b"], prefix=["a" * 7, ""]) == ["", *translator(["b"])]
+
+
+def test_lengths_as_a_share_of_the_source_are_rounded_up(translator):
+    sources = ["a", "abc", "abcdefgh"]  # 2, 4, 9 tokens
+    most = [len(output.tokens) for (output,) in translator.n_best(sources, max_length_ratio=0.5)]
+    assert np.all(np.array(most) <= [1, 2, 5])
+    least = [len(output.tokens) for (output,) in translator.n_best(sources, min_length_ratio=0.5, temperature=1.0)]
+    assert np.all(np.array(least) >= [1, 2, 5])
+
+
+def test_the_constructors_options_are_those_of_calls_that_say_nothing(translator, tmp_path):
+    letters = translator.source_tokenizer
+    options = {"temperature": 1.5, "seed": 3, "no_repeat_ngram": 1, "forbidden_ids": letters.tokenize(["a"])[0].numpy()}
+    options["forbidden_ids"] = options["forbidden_ids"].tolist()
+    other = kt.Translator(translator.model, letters, letters, 7, 12, 4, options=options)
+    found = other(SOURCES)
+    assert found == other(SOURCES, temperature=1.5, seed=3) != other(SOURCES, temperature=0.0)
+    for (output,) in other.n_best(SOURCES):
+        assert len(set(output.tokens)) == len(output.tokens) and "a" not in output.tokens
+    other.save(tmp_path / "translator.keras")
+    again = keras.models.load_model(tmp_path / "translator.keras")
+    assert again.options == other.options and again(SOURCES) == found
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"heat": 1}, r"The options of a call are .*got \['heat'\]"),
+        ({"temperature": -1}, "`temperature` must be at least 0"),
+        ({"max_length": 8}, "`max_length` must be at least 1 and at most 7; got 8"),
+        ({"top_k": 1.5}, "`top_k` must be a whole number"),
+        ({"max_length_ratio": 0}, "`max_length_ratio` must be above 0"),
+    ],
+)
+def test_options_that_are_unknown_or_out_of_range_are_refused(translator, options, message):
+    letters = translator.source_tokenizer
+    with pytest.raises(ValueError, match=message):
+        translator(["a"], **options)
+    with pytest.raises(ValueError, match=message):
+        kt.Translator(translator.model, letters, letters, 7, options=options)
+    with pytest.raises(ValueError, match=message):
+        list(translator.stream(["a"], **options))
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.5, "seed": 2}, {"prefix": ["b"] * 10, "max_length": 4}])
+def test_streamed_pieces_add_up_to_the_text(translator, options):
+    letters = translator.source_tokenizer
+    greedy = kt.Translator(translator.model, letters, letters, 7, 12, 100, width=1)
+    steps = list(greedy.stream(SOURCES, **options))
+    assert 1 < len(steps) <= 7 and all(len(step) == len(SOURCES) for step in steps)
+    assert ["".join(pieces) for pieces in zip(*steps)] == greedy(SOURCES, **options)
+    assert list(greedy.stream([])) == []
+    assert next(iter(greedy.stream(["a" * 50]))) == [""]
+
+
+# ---- TextGenerator
+
+
+@pytest.fixture(scope="module")
+def writer():
+    """A model that has learned that letters follow each other in a ring, one of them of three bytes."""
+    keras.utils.set_random_seed(0)
+    ring = "abc€"
+    texts = [(ring * 4)[i : i + 8] for i in range(4) for _ in range(32)]
+    letters = kt.Tokenizer.train(["abc"], kind="char")  # the fourth is spelled in bytes
+    ids = letters.tokenize(texts, end=True).to_tensor().numpy()
+    tokens = np.pad(ids[:, :-1], [(0, 0), (1, 0)], constant_values=letters.start_id)
+    model = kt.build_language_model(letters.vocab_size, d_model=32, num_layers=1, num_heads=2, intermediate_dim=32)
+    model.compile(keras.optimizers.Adam(1e-2), kt.TokenCrossentropy(), jit_compile=False)
+    model.fit(tokens, ids, epochs=40, batch_size=32, verbose=0)
+    return kt.TextGenerator(model, letters, max_length=24, max_prompt_length=10, batch_size=3)
+
+
+PROMPTS = ["a", "abc", "", "€a", "bc"]
+
+
+def test_a_text_is_continued_as_was_learned(writer):
+    for prompt, text in zip(PROMPTS, writer(PROMPTS)):
+        assert (prompt + text) in "abc€abc€abc€abc€" and len(prompt + text) >= 7
+    assert [writer([prompt])[0] for prompt in PROMPTS] == writer(PROMPTS)
+
+
+def test_a_stream_holds_back_half_a_character(writer):
+    steps = list(writer.stream(PROMPTS))
+    assert ["".join(pieces) for pieces in zip(*steps)] == writer(PROMPTS)
+    assert not any("\ufffd" in piece for pieces in steps for piece in pieces)
+    assert any(piece == "€" for pieces in steps for piece in pieces)
+
+
+def test_a_prompt_that_is_too_long_is_refused_alone(writer):
+    assert writer(["a" * 9, "a" * 10, "b"]) == [*writer(["a" * 9]), "", *writer(["b"])]
+
+
+def test_samples_of_a_text_and_their_scores(writer):
+    tokenizer, model = writer.tokenizer, writer.model
+    drawing = kt.TextGenerator(model, tokenizer, max_length=24, n=3, options={"temperature": 2.0})
+    for prompt, row in zip(PROMPTS, drawing.n_best(PROMPTS, seed=1)):
+        assert len(row) == 3 and len({output.text for output in row}) > 1
+        assert [output.text for output in row] != [output.text for output in drawing.n_best([prompt], seed=2)[0]]
+    (right, wrong) = writer.score(["ab", "ab"], ["c€abc€", "cba€cb"])
+    assert right.score > wrong.score + 5
+
+
+def test_a_text_generator_survives_a_file_and_serves(writer, tmp_path):
+    writer.save(tmp_path / "writer.keras")
+    again = keras.models.load_model(tmp_path / "writer.keras")
+    assert again(PROMPTS) == writer(PROMPTS)
+    assert again.max_prompt_length == 10
+    writer.export(tmp_path / "writer")
+    serve = tf.saved_model.load(str(tmp_path / "writer")).signatures["serving_default"]
+    assert [text.decode() for text in serve(text=tf.constant(PROMPTS))["text"][:, 0].numpy()] == writer(PROMPTS)
