@@ -83,14 +83,22 @@ def train(folder, epochs, dropout, words, seed):
         shuffle=False,  # the batches are shuffled already
         callbacks=[keras.callbacks.BackupAndRestore(folder / "backup")],  # an interrupted run goes on
     )
-    translator = kt.Translator(model, letters, phonemes, max_length=MAX_LENGTH, max_source_length=MAX_LENGTH)
+    translator = kt.Translator(
+        model, letters, phonemes, max_length=MAX_LENGTH, max_source_length=MAX_LENGTH, width=4, n=3
+    )
 
     said = translator(test)
-    word_errors, phoneme_errors = error_rates(said, [spoken[word] for word in test])
     print("\nheld-out words, as they are said and as they should be:")
     for word, sounds in list(zip(test, said))[:12]:
         print(f"  {word:16} {sounds:40} {'' if sounds in spoken[word] else 'not ' + ' or '.join(spoken[word])}")
-    print(f"word error rate {word_errors:.1%}, phoneme error rate {phoneme_errors:.1%} on {len(test)} held-out words")
+    print("\nthe three best of a beam of 4, with their log-probabilities:")
+    for word, outputs in zip(test[:4], translator.n_best(test[:4])):
+        print(f"  {word:16} " + ", ".join(f"{output.text} ({output.score:.2f})" for output in outputs))
+    greedy = kt.Translator(model, letters, phonemes, max_length=MAX_LENGTH, max_source_length=MAX_LENGTH, width=1)
+    print(f"\non {len(test)} held-out words:")
+    for name, answers in (("greedy", greedy(test)), ("beam of 4", said)):
+        word_errors, phoneme_errors = error_rates(answers, [spoken[word] for word in test])
+        print(f"{name}: word error rate {word_errors:.1%}, phoneme error rate {phoneme_errors:.1%}")
 
     plot_history(history, folder / "learning_curve.png")
     plot_attention(translator, "transformers", folder / "attention.png")
@@ -109,8 +117,8 @@ def say(folder, words):
         sys.exit(f"{path} is not there: run `python examples/pronounce.py train` first.")
     pronounce = tf.saved_model.load(str(path)).signatures["serving_default"]
     found = pronounce(text=tf.constant([word.lower() for word in words]))
-    for word, sounds, score in zip(words, found["text"].numpy()[:, 0], found["score"].numpy()[:, 0]):
-        print(f"{word:20} {sounds.decode():40} log-probability {score:.2f}")
+    for word, texts, scores in zip(words, found["text"].numpy(), found["score"].numpy()):
+        print(f"{word:20} " + ", ".join(f"{sounds.decode()} ({score:.2f})" for sounds, score in zip(texts, scores)))
 
 
 def read_dictionary():
@@ -159,23 +167,18 @@ def plot_history(history, path):
 
 def plot_attention(translator, word, path):
     """Where the last decoder block looks in the word as it writes each phoneme, averaged over heads."""
-    import keras
     import matplotlib.pyplot as plt
-    import numpy as np
 
     import keras_transformer as kt
 
     letters, phonemes = translator.source_tokenizer, translator.target_tokenizer
     source = letters.tokenize([word], end=True).to_tensor()
-    labels = phonemes.tokenize(translator([word]), end=True).to_tensor()
-    target = keras.ops.pad(labels[:, :-1], [[0, 0], [1, 0]], constant_values=phonemes.start_id)
-    with kt.AttentionMaps() as maps:
-        translator.model({"source": source, "target": target})
-    weights = [maps[name] for name in maps if name.endswith("cross_attention")][-1]
+    target = phonemes.tokenize(translator([word]), end=True).to_tensor()
+    weights = kt.Generator(translator.model, MAX_LENGTH).attention({"source": source}, target)
 
     figure, axes = plt.subplots(figsize=(6, 4.5), layout="constrained")
-    image = axes.imshow(np.mean(weights[0], axis=0), cmap="viridis", vmin=0)
-    for axis, tokenizer, ids in ((axes.xaxis, letters, source), (axes.yaxis, phonemes, labels)):
+    image = axes.imshow(weights[0], cmap="viridis", vmin=0)
+    for axis, tokenizer, ids in ((axes.xaxis, letters, source), (axes.yaxis, phonemes, target)):
         names = [piece.decode().strip("\N{LOWER ONE EIGHTH BLOCK}") for piece in tokenizer.pieces(ids[0]).numpy()]
         axis.set_ticks(range(len(names)), names)
     axes.set(xlabel="letters read", ylabel="phonemes written", title=f"Cross-attention for “{word}”")

@@ -30,13 +30,14 @@ def compiled(function, **options):
 
         return tf.function(function, **options)
     jax = pytest.importorskip("jax")
-    return jax.jit(function)
+    return jax.jit(function, **options)
 
 
 def run(search, step, prompt, *args, **options):
     """A search outside of any graph; on JAX, which compiles operations one by one there, in a graph of its own."""
     if BACKEND == "jax":
-        return compiled(lambda prompt: search(step, prompt, *args, **options))(prompt)
+        quick = {"compiler_options": {"xla_backend_optimization_level": 0}}  # to compile, which takes longest here
+        return compiled(lambda prompt: search(step, prompt, *args, **options), **quick)(prompt)
     return search(step, prompt, *args, **options)
 
 
@@ -521,7 +522,7 @@ def test_options_that_are_tensors_are_the_numbers(rng):
         numbers = run(kt.sample, step, prompt, LENGTH, n=2, seed=4, **options)
         assert_same(graph(**tensors, seed=np.int32(4)), numbers)
     tensors = {name: tensor(value) for name, value in tensors.items()}
-    assert_same(kt.sample(step, prompt, LENGTH, n=2, seed=4, **tensors), numbers)
+    assert_same(run(kt.sample, step, prompt, LENGTH, n=2, seed=4, **tensors), numbers)
 
 
 def test_temperature_0_is_greedy_also_as_a_tensor(rng):
