@@ -26,7 +26,7 @@ setup(
     extras_require={
         "test": [*examples, "hypothesis>=6.100,<7", "pytest>=8.2,<10", "ruff>=0.12,<1"],
         "examples": examples,
-        "benchmarks": ["keras-hub>=0.32,<1", "psutil>=5.9,<8"],
+        "benchmarks": ["ctranslate2>=4.8,<5", "keras-hub>=0.32,<1", "psutil>=5.9,<8"],
         "jax": ["jax>=0.6,<1"],
     },
     classifiers=[

@@ -25,7 +25,7 @@ OPTIONS = {
     "top_k": Option("int32", 0),
     "top_p": Option("float32", 1.0, most=1, above=True),
     "min_p": Option("float32", 0.0, most=1),
-    "seed": Option("int32", 0, least=-math.inf),
+    "seed": Option("int32", 0, least=-(2**31), most=2**31 - 1),
 }
 """What every search takes; see `Generator.searches`. The default and the most of `max_length` are the object's own."""
 

@@ -15,8 +15,8 @@ def greedy(step, prompt, max_length, min_length=0, end_id=3, pad_id=0, filters=(
 
     Args:
         step: function `(tokens int32 [R, P or 1], index int32 [R], cache) -> (logits [R, P or 1, V], cache)`: the
-            logits behind new tokens that stand in their rows at `index` and after. The first call gets the prompts,
-            right-padded, and no cache (None).
+            logits behind new tokens that stand in their rows at `index` and after; in each row one at least is finite.
+            The first call gets the prompts, right-padded, and no cache (None).
         prompt: int32 tensor `[B, P]`, what each output continues; not part of the output. Prompts of different lengths
             are padded with `pad_id`, left or right.
         max_length: int, the most tokens to write, the end among them; or int tensor, scalar or `[B]` (then `L` is the

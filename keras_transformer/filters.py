@@ -1,7 +1,8 @@
 """What may be written next: small functions of the log-probabilities of the next token.
 
 A filter is a function `(log_probs float32 [R, V], written) -> log_probs`; the searches take any number of them and call
-them in order. What it sets to -inf is not written; it need not normalize the rest. `threshold` is for sampling alone.
+them in order. What it sets to -inf is not written; it need not normalize the rest, but must not raise anything above 0.
+`threshold` is for sampling alone.
 
 Letters: `R` rows, `V` vocabulary, `P` tokens of the longest prompt, `L` longest output.
 """
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from keras import ops
 
-from keras_transformer.checks import check_count
+from keras_transformer.checks import check_count, check_range
 
 
 class Written(NamedTuple):
@@ -79,6 +80,7 @@ def repetition_penalty(penalty):
     Keskar et al. 2019, https://arxiv.org/abs/1909.05858, section 4.1, applied to log-probabilities, which are all
     below 0: above 1 repetition is discouraged, below 1 encouraged.
     """
+    penalty = check_range("repetition_penalty", penalty, 0, above=True)
 
     def filtered(log_probs, written):
         is_old = _marked(written.tokens, written.tokens != written.pad_id, ops.shape(log_probs)[-1])

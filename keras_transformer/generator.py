@@ -8,7 +8,7 @@ import keras
 from keras import ops
 
 from keras_transformer import filters as restrict
-from keras_transformer.checks import check_count, check_range
+from keras_transformer.checks import check_count
 from keras_transformer.parts import parts_of
 from keras_transformer.scopes import AttentionMaps, DecodingScope
 from keras_transformer.search import Beam, Sampling, right_padded
@@ -115,9 +115,8 @@ class Generator:
             filters: further filters; see `keras_transformer.filters`.
         """
         chain = list(filters)
-        penalty = check_range("repetition_penalty", repetition_penalty, 0, above=True)
-        if not (isinstance(penalty, float) and penalty == 1):
-            chain.append(restrict.repetition_penalty(penalty))
+        if not (isinstance(repetition_penalty, (int, float)) and repetition_penalty == 1):
+            chain.append(restrict.repetition_penalty(repetition_penalty))
         if no_repeat_ngram:
             chain.append(restrict.no_repeat_ngram(no_repeat_ngram))
         if len(forbidden_ids):

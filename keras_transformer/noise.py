@@ -17,9 +17,10 @@ def random_bits(seed, *counters):
         seed: int32 tensor.
         *counters: int32 tensors, for example row and step.
     """
-    bits = _mixed(_as_uint32(seed))
-    for counter in counters:
-        bits = _mixed(bits + _as_uint32(counter) * _uint32(0x9E3779B9))
+    bits = _uint32(0)
+    for number in (seed, *counters):  # the constant is there because 0 mixes to 0
+        number = ops.cast(ops.convert_to_tensor(number, dtype="int32"), "uint32")
+        bits = _mixed(bits + number * _uint32(0x9E3779B9) + _uint32(0x85EBCA6B))
     return bits
 
 
@@ -33,10 +34,6 @@ def _mixed(bits):
     bits = (bits ^ ops.right_shift(bits, _uint32(16))) * _uint32(0x7FEB352D)
     bits = (bits ^ ops.right_shift(bits, _uint32(15))) * _uint32(0x846CA68B)
     return bits ^ ops.right_shift(bits, _uint32(16))
-
-
-def _as_uint32(number):
-    return ops.cast(ops.convert_to_tensor(number, dtype="int32"), "uint32")
 
 
 def _uint32(number):

@@ -13,6 +13,16 @@ from keras_transformer.filters import Written, forbid, is_one_of, least_length, 
 from keras_transformer.noise import random_bits, uniform
 
 
+def _numbers(name, value, least):
+    """Whole numbers of at least `least`: an int, or an int32 tensor, scalar or `[B]`."""
+    if np.isscalar(value):
+        return check_count(name, value, least)
+    known = concrete(value)
+    if known is not None and (known.ndim > 1 or not np.all((known >= least) & (known == np.floor(known)))):
+        raise ValueError(f"`{name}` must be whole numbers of at least {least}, one or one for each row; got {value!r}.")
+    return ops.cast(value, "int32")
+
+
 def right_padded(ids, pad_id):
     """Moves padding `[B, P]` behind a row's tokens; returns the ids and how many of them are tokens, int32 `[B]`."""
     columns = ops.shape(ids)[1]
@@ -54,8 +64,10 @@ class Search:
     """
 
     def __init__(self, max_length, min_length=0, end_id=3, pad_id=0, filters=()):
-        self.max_length = check_count("max_length", max_length) if np.isscalar(max_length) else max_length
-        self.min_length = check_count("min_length", min_length, least=0) if np.isscalar(min_length) else min_length
+        self.max_length = _numbers("max_length", max_length, least=1)
+        self.min_length = _numbers("min_length", min_length, least=0)
+        known = concrete(self.max_length)
+        self.room = ops.max(self.max_length) if known is None else int(known.max(initial=1))  # L
         self.end_ids = [end_id] if np.isscalar(end_id) else list(end_id)
         self.pad_id = pad_id
         self.filters = filters
@@ -103,11 +115,6 @@ class Search:
         """Whether there is anything left to write."""
         return ops.logical_not(ops.all(state["done"]))
 
-    @property
-    def room(self):
-        """`L`, a Python int where it can be."""
-        return self.max_length if isinstance(self.max_length, int) else ops.max(self.max_length)
-
     def _log_probs(self, state, logits):
         """Log-probabilities of the next tokens, `[R, V]`, -inf for those that may not be written."""
         log_probs = ops.log_softmax(ops.cast(logits, "float32"))
@@ -138,10 +145,10 @@ class Sampling(Search):
         super().__init__(max_length, **task)
         self.n = check_count("n", n)
         self.temperature = check_range("temperature", temperature, 0)
-        self.top_k = check_count("top_k", top_k, least=0) if np.isscalar(top_k) else top_k
+        self.top_k = _numbers("top_k", top_k, least=0)
         self.top_p = check_range("top_p", top_p, 0, 1, above=True)
         self.min_p = check_range("min_p", min_p, 0, 1)
-        self.seed = seed
+        self.seed = _numbers("seed", seed, least=-(2**31))
 
     def _spread(self, step, state, logits, cache):
         """`n` rows for each prompt."""
@@ -234,13 +241,14 @@ class Beam(Search):
         return {**state, **start}, logits, step.widen(cache, self.width)
 
     def _write(self, step, state, logits, cache):
-        batch, vocabulary, count = ops.shape(state["live"])[0], ops.shape(logits)[-1], state["count"] + 1
-        log_probs = ops.reshape(self._log_probs(state, logits), (batch, self.width, vocabulary))
-        sums = ops.reshape(state["live"][:, :, None] + log_probs, (batch, self.width * vocabulary))
-        score, place = ops.top_k(sums, self.width)  # [B, K]
-        place = ops.cast(place, "int32")
-        token = ops.reshape(place % vocabulary, (-1,))
-        parents = ops.reshape(ops.arange(batch, dtype="int32")[:, None] * self.width + place // vocabulary, (-1,))
+        batch, count = ops.shape(state["live"])[0], state["count"] + 1
+        each = min(self.width, logits.shape[-1] or self.width)  # of each row, as many as may be kept in all
+        log_probs, candidates = ops.top_k(self._log_probs(state, logits), each)  # [R, each]
+        sums = ops.reshape(state["live"], (-1, 1)) + log_probs
+        score, place = ops.top_k(ops.reshape(sums, (batch, self.width * each)), self.width)  # [B, K]
+        place = place + ops.arange(batch, dtype=place.dtype)[:, None] * (self.width * each)
+        token = ops.cast(ops.take(ops.reshape(candidates, (-1,)), ops.reshape(place, (-1,))), "int32")
+        parents = ops.reshape(place // each, (-1,))
         tokens = self._append(state, ops.take(state["tokens"], parents, axis=0), token)
 
         limit = ops.reshape(state["limit"], (batch, self.width))[:, :1]
