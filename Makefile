@@ -11,11 +11,14 @@ demo: .venv/.examples
 	$(QUIET) $(BIN)/python examples/pronounce.py say transformer attention keras
 
 test: .venv/.test
-	$(QUIET) KERAS_BACKEND=tensorflow $(BIN)/python -m pytest -q
-	$(QUIET) KERAS_BACKEND=jax $(BIN)/python -m pytest -q -m "not slow" $(JAX_TESTS)
+	$(QUIET) KERAS_BACKEND=tensorflow $(BIN)/python -m pytest -q $(PARALLEL)
+	$(QUIET) KERAS_BACKEND=jax $(BIN)/python -m pytest -q $(PARALLEL) -m "not slow" $(JAX_TESTS)
+
+# a file at a time in each of some processes
+PARALLEL := -n auto --maxprocesses 4 --dist loadfile
 
 # what runs on every backend; text, data and export are TensorFlow's
-JAX_TESTS := $(patsubst %,tests/test_%.py,positions attention embeddings blocks models decoding training)
+JAX_TESTS := $(patsubst %,tests/test_%.py,positions attention embeddings blocks models search generator training)
 
 lint: .venv/.test
 	$(BIN)/ruff check .

@@ -24,7 +24,7 @@ setup(
         "tensorflow-text>=2.21.1,<3",
     ],
     extras_require={
-        "test": [*examples, "hypothesis>=6.100,<7", "pytest>=8.2,<10", "ruff>=0.12,<1"],
+        "test": [*examples, "hypothesis>=6.100,<7", "pytest>=8.2,<10", "pytest-xdist>=3.6,<4", "ruff>=0.12,<1"],
         "examples": examples,
         "benchmarks": ["ctranslate2>=4.8,<5", "keras-hub>=0.32,<1", "psutil>=5.9,<8"],
         "jax": ["jax>=0.6,<1"],

@@ -44,7 +44,7 @@ def assert_same(found, expected, rtol=1e-4):
     np.testing.assert_allclose(found["score"], expected["score"], rtol=rtol, atol=1e-4)
 
 
-def joined(rows, length=LENGTH):
+def joined(rows):
     """What was found for one row after the other, as if for a batch of them."""
     return {name: np.concatenate([plain(row)[name] for row in rows]) for name in ("ids", "score", "length")}
 
@@ -569,8 +569,8 @@ def test_a_language_model_continues_prompts_for_64_tokens_outside_a_graph_and_gr
         found = generate(prompt=PROMPTS, temperature=temperature, seed=SEEDS, min_length=40)
         assert_same(found, plain(run(PROMPTS, temperature, SEEDS)))
     _, greedy = generator(make, max_length=LONG)
-    greedy = compiled(lambda prompt: greedy(prompt=prompt, min_length=40))
-    assert_same(greedy(PROMPTS), searched(model, {}, PROMPTS, **AT))
+    found = compiled(lambda prompt: greedy(prompt=prompt, min_length=40))(PROMPTS)
+    assert_same(found, searched(model, {}, PROMPTS, **AT))
 
 
 @pytest.mark.slow
