@@ -30,7 +30,7 @@ OPTIONS = {
 """What every search takes; see `Generator.searches`. The default and the most of `max_length` are the object's own."""
 
 
-def check_numbers(numbers: dict, options: dict) -> dict:
+def check_call(numbers: dict, options: dict) -> dict:
     """Python numbers that are options, in range and of their type; a ValueError otherwise."""
     unknown = sorted(set(numbers) - set(options))
     if unknown:
@@ -44,7 +44,7 @@ def check_numbers(numbers: dict, options: dict) -> dict:
     return checked
 
 
-def assert_numbers(numbers: dict, options: dict) -> None:
+def assert_options(numbers: dict, options: dict) -> None:
     """Scalar tensors in range; in a graph an `InvalidArgumentError` otherwise."""
     import tensorflow as tf
 

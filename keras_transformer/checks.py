@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+from keras import ops
 
 
 def check_rate(name: str, rate: float) -> float:
@@ -67,3 +68,27 @@ def concrete(value):
         return np.asarray(value)
     except (NotImplementedError, TypeError):  # TensorFlow's and JAX's way to say that it is symbolic
         return None
+
+
+def check_numbers(name, value, least):
+    """Whole numbers of at least `least`: an int, or an int32 tensor, scalar or `[B]`."""
+    if np.isscalar(value):
+        return check_count(name, value, least)
+    known = concrete(value)
+    if known is not None and (known.ndim > 1 or not np.all((known >= least) & (known == np.floor(known)))):
+        raise ValueError(f"`{name}` must be whole numbers of at least {least}, one or one for each row; got {value!r}.")
+    return ops.cast(value, "int32")
+
+
+def check_ids(name, ids):
+    """Token ids `[B, T]` as an int32 tensor."""
+    ids = ops.convert_to_tensor(ids)
+    if not keras.backend.is_int_dtype(ids.dtype) or len(ids.shape) != 2:
+        raise ValueError(f"`{name}` must be integer ids of shape [B, T]; got {ids.dtype} of shape {tuple(ids.shape)}.")
+    return ops.cast(ids, "int32")
+
+
+def check_rows(name, ids, rows):
+    """Raises a ValueError if there are not as many rows of ids as of sources, where both are known."""
+    if None not in (ids.shape[0], rows) and ids.shape[0] != rows:
+        raise ValueError(f"`{name}` must have a row for each of the {rows} sources or prompts; got {ids.shape[0]}.")

@@ -29,8 +29,8 @@ def greedy(step, prompt, max_length, min_length=0, end_id=3, pad_id=0, filters=(
 
     Returns:
         A dict of `ids` int32 `[B, 1, L]`, `score` float32 `[B, 1]` (the sum of the log-probabilities of the tokens
-        written, in nats) and `length` int32 `[B, 1]` (how many, the end among them). A row that no token may follow
-        has length 0 and the score -inf.
+        written, as filters left them, in nats) and `length` int32 `[B, 1]` (how many, the end among them). A row that
+        no token may follow has length 0 and the score -inf.
 
     Raises:
         ValueError: on a length below 1, an end that is the padding, or a prompt that is padding alone.

@@ -36,7 +36,10 @@ def forbid(ids):
     ids = [check_count("forbidden id", i, least=0) for i in ids]
 
     def filtered(log_probs, written):
-        return ops.where(is_one_of(ops.arange(ops.shape(log_probs)[-1]), ids), -np.inf, log_probs)
+        vocabulary = ops.shape(log_probs)[-1]
+        if isinstance(vocabulary, int) and max(ids, default=0) >= vocabulary:
+            raise ValueError(f"A forbidden id must be below the vocabulary's size, {vocabulary}; got {max(ids)}.")
+        return ops.where(is_one_of(ops.arange(vocabulary), ids), -np.inf, log_probs)
 
     return filtered
 

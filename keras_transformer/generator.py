@@ -8,7 +8,7 @@ import keras
 from keras import ops
 
 from keras_transformer import filters as restrict
-from keras_transformer.checks import check_count
+from keras_transformer.checks import check_count, check_ids, check_rows
 from keras_transformer.parts import parts_of
 from keras_transformer.scopes import AttentionMaps, DecodingScope
 from keras_transformer.search import Beam, Sampling, right_padded
@@ -139,7 +139,10 @@ class Generator:
             raise ValueError("A model without other inputs needs a `prompt`; got none.")
         if prompt is None:
             prompt = ops.full((ops.shape(tensors[0])[0], 1), self.start_id, dtype="int32")
-        return context, ops.convert_to_tensor(prompt, "int32")
+        prompt = check_ids("prompt", prompt)
+        if tensors:
+            check_rows("prompt", prompt, tensors[0].shape[0])
+        return context, prompt
 
     def step(self, context, length):
         """A step for the searches, with a cache of `length` slots; its cache keeps the context after the first call."""
@@ -150,13 +153,13 @@ class Generator:
 
         Args:
             sources, prompt: as in a call.
-            target: int `[B, T]`, without the start, padded behind.
+            target: int `[B, T]`, without the start, padded.
 
         Returns:
             A dict of `token_scores` float32 `[B, T]` (0 at padding), their sum `score` float32 `[B]`, in nats, and
             `length` int32 `[B]`.
         """
-        target = ops.convert_to_tensor(target, "int32")
+        target = check_ids("target", target)
         logits, at_target = self._read(sources, target, prompt)
         log_probs = ops.log_softmax(ops.cast(at_target(logits), "float32"))
         is_token = target != self.pad_id
@@ -178,7 +181,7 @@ class Generator:
         Raises:
             ValueError: if there is no such cross-attention.
         """
-        target = ops.convert_to_tensor(target, "int32")
+        target = check_ids("target", target)
         with AttentionMaps() as maps:
             _, at_target = self._read(sources, target, prompt)
         if not maps.cross or layer not in (None, *maps.cross):
@@ -193,9 +196,11 @@ class Generator:
             (logits `[B, P + T - 1, V]`, function that takes from such a tensor what stands before each target token).
         """
         context, prompt = self.begin(sources, prompt)
+        check_rows("target", target, prompt.shape[0])
         _, lengths = right_padded(prompt, self.pad_id)
         ids, _ = right_padded(ops.concatenate([prompt, target], axis=1), self.pad_id)
-        places = lengths[:, None] - 1 + ops.arange(ops.shape(target)[1], dtype="int32")  # [B, T]
+        earlier = ops.cumsum(ops.cast(target != self.pad_id, "int32"), axis=1) - 1
+        places = ops.maximum(lengths[:, None] - 1 + earlier, 0)  # [B, T]
 
         def at_target(tensor):
             return ops.take_along_axis(tensor, places[:, :, None], axis=1)

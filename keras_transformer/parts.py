@@ -6,6 +6,7 @@ Letters: `B` batch, `T` target tokens, `V` vocabulary.
 import keras
 import numpy as np
 from keras import ops
+from keras.src.backend import get_keras_mask, set_keras_mask  # Keras has no public way to the masks of tensors
 from keras.src.models.functional import Functional
 
 from keras_transformer.scopes import DecodingScope
@@ -21,6 +22,7 @@ class WholeModel:
 
     def encode(self, sources):
         """dict of the other inputs -> what `decode` needs of them."""
+        _check_names(sources, self.example)
         return {name: ops.convert_to_tensor(value) for name, value in (sources or {}).items()}
 
     def decode(self, tokens, context):
@@ -50,19 +52,40 @@ class FunctionalModel:
         self.example = {tensor.name: _example(tensor) for tensor in inputs.values()} or None
 
     def encode(self, sources):
-        """dict of the other inputs -> list of tensors that depend on them alone."""
-        return keras.tree.flatten(self._encode(sources)) if self._encode else []
+        """dict of the other inputs -> tensors that depend on them alone, each with its Keras mask if it has one.
+
+        The masks are apart, for a loop and most operations lose those that travel with tensors.
+        """
+        _check_names(sources, self.example)
+        tensors = keras.tree.flatten(self._encode(sources)) if self._encode else []
+        return [(t,) if get_keras_mask(t) is None else (t, get_keras_mask(t)) for t in tensors]
 
     def decode(self, tokens, context):
         """int `[B, T]` and what `encode` gave -> logits `[B, T, V]`."""
-        return self._decode([ops.convert_to_tensor(tokens), *context])
+        return self._decode(_with_masks(tokens, context))
 
     def layers(self):
         """(name, function like `decode`, up to that layer) for each layer that depends on the tokens, in order."""
         for node in _nodes_in_order(self._decode):
             for tensor in node.outputs:
                 probe = _takes_masks(keras.Model(self._decode.inputs, tensor))
-                yield node.operation.name, lambda tokens, context, probe=probe: probe([tokens, *context])
+                yield node.operation.name, lambda tokens, context, probe=probe: probe(_with_masks(tokens, context))
+
+
+def _check_names(sources, example):
+    if set(sources or {}) != set(example or {}):
+        raise ValueError(f"The model's other inputs are {sorted(example or {})}; got {sorted(sources or {})}.")
+
+
+def _with_masks(tokens, context):
+    """The inputs of the second part of a model, with the masks that `encode` took from them."""
+    inputs = [ops.convert_to_tensor(tokens)]
+    for tensor, *mask in context:
+        tensor = ops.copy(tensor) if mask else tensor
+        if mask:
+            set_keras_mask(tensor, mask[0])
+        inputs.append(tensor)
+    return inputs
 
 
 def parts_of(model, example=None):

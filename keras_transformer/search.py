@@ -8,19 +8,9 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_transformer.checks import check_count, check_range, concrete
+from keras_transformer.checks import check_count, check_ids, check_numbers, check_range, concrete
 from keras_transformer.filters import Written, forbid, is_one_of, least_length, threshold
 from keras_transformer.noise import random_bits, uniform
-
-
-def _numbers(name, value, least):
-    """Whole numbers of at least `least`: an int, or an int32 tensor, scalar or `[B]`."""
-    if np.isscalar(value):
-        return check_count(name, value, least)
-    known = concrete(value)
-    if known is not None and (known.ndim > 1 or not np.all((known >= least) & (known == np.floor(known)))):
-        raise ValueError(f"`{name}` must be whole numbers of at least {least}, one or one for each row; got {value!r}.")
-    return ops.cast(value, "int32")
 
 
 def right_padded(ids, pad_id):
@@ -64,15 +54,17 @@ class Search:
     """
 
     def __init__(self, max_length, min_length=0, end_id=3, pad_id=0, filters=()):
-        self.max_length = _numbers("max_length", max_length, least=1)
-        self.min_length = _numbers("min_length", min_length, least=0)
-        known = concrete(self.max_length)
+        self.max_length = check_numbers("max_length", max_length, least=1)
+        self.min_length = check_numbers("min_length", min_length, least=0)
+        known = concrete(max_length)
         self.room = ops.max(self.max_length) if known is None else int(known.max(initial=1))  # L
         self.end_ids = [end_id] if np.isscalar(end_id) else list(end_id)
         self.pad_id = pad_id
         self.filters = filters
         if pad_id in self.end_ids:
             raise ValueError(f"An end must not be `pad_id`, which is no token; got {self.end_ids} and {pad_id}.")
+        if isinstance(self.max_length, int) and isinstance(self.min_length, int) and self.min_length > self.max_length:
+            raise ValueError(f"`min_length` must be at most `max_length`; got {min_length} and {max_length}.")
 
     def run(self, step, prompt):
         """The whole search."""
@@ -82,7 +74,7 @@ class Search:
 
     def begin(self, step, prompt):
         """Runs the prompts, all at once, and writes the first token of each row."""
-        prompt = ops.convert_to_tensor(prompt, "int32")
+        prompt = check_ids("prompt", prompt)
         batch, columns = ops.shape(prompt)
         prompt, lengths = right_padded(prompt, self.pad_id)
         if concrete(lengths) is not None and np.any(concrete(lengths) == 0):
@@ -97,9 +89,8 @@ class Search:
         empty = ops.full((batch, self.room), self.pad_id, dtype="int32")
         state = {
             "count": ops.convert_to_tensor(0, "int32"),  # tokens written
-            "tokens": ops.concatenate(
-                [_left_padded(prompt, lengths), empty], axis=1
-            ),  # [R, P + L], the prompts end in column P - 1
+            # [R, P + L]; the prompts end in column P - 1
+            "tokens": ops.concatenate([_left_padded(prompt, lengths), empty], axis=1),
             "index": lengths,  # [R], where the next token stands
             "limit": limit,  # [R], most tokens to write
             "least": least,  # [R], fewest
@@ -145,10 +136,10 @@ class Sampling(Search):
         super().__init__(max_length, **task)
         self.n = check_count("n", n)
         self.temperature = check_range("temperature", temperature, 0)
-        self.top_k = _numbers("top_k", top_k, least=0)
+        self.top_k = check_numbers("top_k", top_k, least=0)
         self.top_p = check_range("top_p", top_p, 0, 1, above=True)
         self.min_p = check_range("min_p", min_p, 0, 1)
-        self.seed = _numbers("seed", seed, least=-(2**31))
+        self.seed = check_numbers("seed", seed, least=-(2**31))
 
     def _spread(self, step, state, logits, cache):
         """`n` rows for each prompt."""

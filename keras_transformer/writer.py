@@ -9,7 +9,7 @@ import math
 
 import keras
 
-from keras_transformer.calls import OPTIONS, Output, Scored, assert_numbers, check_numbers
+from keras_transformer.calls import OPTIONS, Output, Scored, assert_options, check_call
 from keras_transformer.checks import check_count
 from keras_transformer.export import write_saved_model
 from keras_transformer.generator import Generator
@@ -43,7 +43,7 @@ class TextWriter(keras.Model):
         self._numbers = {**self.NUMBERS, "max_length": longest}
         fixed = {name: value for name, value in (options or {}).items() if name in self.FIXED}
         numbers = {name: value for name, value in (options or {}).items() if name not in fixed}
-        self.options = {**check_numbers(numbers, self._numbers), **fixed}
+        self.options = {**check_call(numbers, self._numbers), **fixed}
         self._graph = self._compile()
         self.built = True
 
@@ -97,7 +97,7 @@ class TextWriter(keras.Model):
 
         texts = dict(zip(self.TEXTS, arguments))
         options = dict(zip(self.NUMBERS, arguments[len(self.TEXTS) :]))
-        assert_numbers(options, self._numbers)
+        assert_options(options, self._numbers)
         options["seed"] = random_bits(options["seed"], row + tf.range(tf.shape(texts["text"])[0]))
         return texts, options
 
@@ -242,7 +242,7 @@ class TextWriter(keras.Model):
 
         columns = self._columns(texts, options, self.TEXTS)
         numbers = {name: value for name, value in options.items() if name not in self.TEXTS}
-        numbers = {**self.options, **check_numbers(numbers, self._numbers)}
+        numbers = {**self.options, **check_call(numbers, self._numbers)}
         return columns, [tf.constant(numbers.get(k, o.default), o.dtype) for k, o in self._numbers.items()]
 
     def _columns(self, texts, others, names):

@@ -1139,3 +1139,52 @@ def test_a_model_is_built_inside_a_scope_as_outside(make):
     assert inside.output.shape == outside.output.shape == (None, None, VOCAB)
     inputs = {**sources_of(outside), "target": np.array([[2, 5, 6]] * 4, "int32")}
     np.testing.assert_array_equal(inside(inputs), outside(inputs))
+
+
+# input that does not fit
+
+
+def test_inputs_that_the_model_does_not_have_are_refused():
+    generate = kt.Generator(implicit_masks(), LENGTH)
+    source = np.array([[4, 5]], "int32")
+    for sources in (None, {}, {"sources": source}, {"source": source, "more": source}):
+        with pytest.raises(ValueError, match=r"other inputs are \['source'\]; got"):
+            generate(sources)
+    tokens = keras.Input((None,), dtype="int32")
+    writer = kt.Generator(keras.Model(tokens, keras.layers.Dense(VOCAB)(embedded(tokens))), LENGTH)
+    with pytest.raises(ValueError, match=r"other inputs are \[\]; got \['source'\]"):
+        writer({"source": source}, prompt=source)
+    with pytest.raises(ValueError, match="needs a `prompt`"):
+        writer()
+
+
+def test_ids_of_another_kind_or_number_are_refused():
+    generate = kt.Generator(implicit_masks(), LENGTH)
+    sources = {"source": np.array([[4, 5], [6, 7]], "int32")}
+    for prompt in ([[2.0], [2.0]], [2, 2]):
+        with pytest.raises(ValueError, match="`prompt` must be integer ids of shape"):
+            generate(sources, prompt=np.array(prompt))
+    with pytest.raises(ValueError, match="`target` must be integer ids of shape"):
+        generate.score(sources, np.ones((2, 3)))
+    three = np.full((3, 1), 2, "int32")
+    with pytest.raises(ValueError, match="`prompt` must have a row for each of the 2 sources"):
+        generate(sources, prompt=three)
+    with pytest.raises(ValueError, match="`target` must have a row for each of the 2 sources"):
+        generate.score(sources, three)
+    with pytest.raises(ValueError, match=f"below the vocabulary's size, {VOCAB}; got {VOCAB}"):
+        generate(sources, forbidden_ids=[VOCAB])
+    with pytest.raises(ValueError, match="`min_length` must be at most `max_length`; got 8 and 7"):
+        generate(sources, min_length=8)
+
+
+def test_padding_of_a_target_may_stand_anywhere():
+    generate = kt.Generator(shaken(implicit_masks()), LENGTH)
+    sources = {"source": np.array([[4, 5, 6]] * 3, "int32")}
+    target = np.array([[7, 8, 3, 0, 0], [0, 0, 7, 8, 3], [0, 7, 0, 8, 3]], "int32")
+    scores = np.asarray(generate.score(sources, target)["token_scores"])
+    np.testing.assert_array_equal(scores != 0, target != 0)
+    weights = np.asarray(generate.attention(sources, target))
+    for one, where in zip((scores, weights), (target != 0, target != 0)):
+        rows = [row[real] for row, real in zip(one, where)]
+        np.testing.assert_allclose(rows[1], rows[0], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(rows[2], rows[0], rtol=1e-4, atol=1e-5)
