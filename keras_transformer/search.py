@@ -174,7 +174,7 @@ class Sampling(Search):
         }
 
     def _choose(self, log_probs, state):
-        best = ops.cast(ops.argmax(log_probs, axis=-1), "int32")
+        best = ops.cast(ops.top_k(log_probs, 1)[1][:, 0], "int32")  # Keras's argmax takes four times as long
         if isinstance(self.temperature, float) and self.temperature == 0:
             return best
         is_greedy = ops.equal(self.temperature, 0.0)
