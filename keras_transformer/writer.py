@@ -43,6 +43,7 @@ class TextWriter(keras.Model):
         self._numbers = {**self.NUMBERS, "max_length": longest}
         fixed = {name: value for name, value in (options or {}).items() if name in self.FIXED}
         numbers = {name: value for name, value in (options or {}).items() if name not in fixed}
+        self._generate.searches(**{name: value for name, value in fixed.items() if name in TextWriter.FIXED})  # checks
         self.options = {**check_call(numbers, self._numbers), **fixed}
         self._graph = self._compile()
         self.built = True
@@ -169,10 +170,15 @@ class TextWriter(keras.Model):
     # in Python
 
     def __call__(self, text, **options):
+        import tensorflow as tf
+
         if isinstance(text, str):
             raise ValueError(f"Texts come as a list of strings, also a single one; got the string {text!r}.")
-        if not isinstance(text, (list, tuple)):
+        if isinstance(text, keras.KerasTensor) or not tf.executing_eagerly():
             return super().__call__(text, **options)
+        if not isinstance(text, (list, tuple)):
+            columns, numbers = self._arguments(text, options)
+            return self._graph("call_with", 0, *columns, *numbers) if options else self._graph("call", *columns[:1])
         return [text for found in self._run(text, options) for text in decode_strings(found["text"][:, 0])]
 
     def n_best(self, texts, **options):
@@ -252,7 +258,7 @@ class TextWriter(keras.Model):
         for name, column in zip(names, columns):
             if isinstance(column, str) or len(column) != len(texts):
                 raise ValueError(f"`{name}` must be a list of strings, one for each text; got {column!r}.")
-        return [tf.constant(column, tf.string, shape=[len(texts)]) for column in columns]
+        return [tf.convert_to_tensor(column, tf.string) for column in columns]
 
     def _batches(self, *columns):
         for start in range(0, len(columns[0]), self.batch_size):

@@ -606,3 +606,16 @@ def test_a_text_generator_survives_a_file_and_serves(writer, tmp_path):
     writer.export(tmp_path / "writer")
     serve = tf.saved_model.load(str(tmp_path / "writer")).signatures["serving_default"]
     assert [text.decode() for text in serve(text=tf.constant(PROMPTS))["text"][:, 0].numpy()] == writer(PROMPTS)
+
+
+def test_a_tensor_is_answered_with_options_as_a_list_is(translator):
+    options = {"temperature": 1.5, "seed": 3, "prefix": ["b"] * 4}
+    found = translator(tf.constant(SOURCES[:4]), **options)
+    assert [text.decode() for text in found["text"][:, 0].numpy()] == translator(SOURCES[:4], **options)
+
+
+@pytest.mark.parametrize("options", [{"no_repeat_ngram": 1.5}, {"forbidden_ids": [-1]}])
+def test_options_of_the_constructor_alone_are_checked_there(translator, options):
+    letters = translator.source_tokenizer
+    with pytest.raises(ValueError, match="must be a whole number"):
+        kt.Translator(translator.model, letters, letters, 7, options=options)
