@@ -11,7 +11,7 @@ from keras import ops
 
 from keras_transformer.checks import check_count, check_rate, check_vectors
 from keras_transformer.masks import combine_masks, four_axes, keys_mask, lower_triangular_mask
-from keras_transformer.scopes import AttentionMaps, DecodingScope
+from keras_transformer.scopes import AttentionMaps, DecodingScope, shared_by
 
 MASKED_SCORE = -(2.0**32) + 1  # far below any score; softmax is in float32, where it fits and its exponent is 0
 
@@ -83,7 +83,7 @@ def _cached_attention(query, key, value, mask):
     """
     rows, tokens, heads, size = ops.shape(query)
     groups, _, slots, _ = ops.shape(key)
-    width = rows // groups
+    width = shared_by(rows, groups)
     query = ops.reshape(query, (groups, width * tokens, heads, size))
     if mask is not None:
         mask_heads = mask.shape[1]

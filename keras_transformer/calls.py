@@ -1,9 +1,10 @@
 """What goes into a call of `Translator` or `TextGenerator` beside text, and what comes out."""
 
-import math
 from typing import Any, NamedTuple
 
-from keras_transformer.checks import check_count, check_range
+import numpy as np
+
+from keras_transformer.checks import check_count, check_range, concrete
 
 
 class Option(NamedTuple):
@@ -12,7 +13,7 @@ class Option(NamedTuple):
     dtype: str
     default: Any
     least: float = 0
-    most: float = math.inf
+    most: float = 1e6
     above: bool = False
 
 
@@ -37,10 +38,41 @@ def check_call(numbers: dict, options: dict) -> dict:
         raise ValueError(f"The options of a call are {sorted(options)}; got {unknown}.")
     checked = {}
     for name, value in numbers.items():
-        option = options[name]
-        checked[name] = check_range(name, value, option.least, option.most, option.above)
-        if option.dtype == "int32":
-            checked[name] = check_count(name, value, option.least)
+        option, known = options[name], concrete(value)
+        if known is not None:  # in a graph it is asserted
+            check_range(name, value, option.least, option.most, option.above)
+            value = known.item()
+            value = check_count(name, value, option.least) if option.dtype == "int32" else float(value)
+        checked[name] = value
+    return checked
+
+
+def check_model(name: str, model, tokenizer, reads: list) -> None:
+    """Raises a ValueError if a model does not fit: what it reads beside what it writes, how many tokens it knows."""
+    inputs = sorted({tensor.name for tensor in model.inputs})
+    if len(inputs) != 1 + len(reads) or not set(reads) <= set(inputs):
+        raise ValueError(f"The model of a {name} must have the inputs {reads} and what it writes; got {inputs}.")
+    if model.output.shape[-1] < tokenizer.vocab_size:
+        raise ValueError(
+            "The model must have a logit for each token of the tokenizer of what it writes; "
+            f"got {model.output.shape[-1]} for {tokenizer.vocab_size}."
+        )
+
+
+def check_fixed(options: dict, model) -> dict:
+    """Options that only a constructor takes, as plain values."""
+    checked = {}
+    for name, value in options.items():
+        if name == "alignment":
+            if not isinstance(value, bool):
+                raise ValueError(f"`alignment` must be True or False; got {value!r}.")
+            checked[name] = value
+        elif name == "forbidden_ids":
+            checked[name] = [check_count("forbidden_ids", i, least=0) for i in np.atleast_1d(value).tolist()]
+            if max(checked[name], default=0) >= model.output.shape[-1]:
+                raise ValueError(f"`forbidden_ids` must be below {model.output.shape[-1]}; got {checked[name]}.")
+        else:
+            checked[name] = check_count(name, value, least=0)
     return checked
 
 

@@ -14,7 +14,13 @@ def check_rate(name: str, rate: float) -> float:
 
 def check_count(name: str, count: int, least: int = 1) -> int:
     """A whole number of at least `least`, as an int."""
-    if isinstance(count, bool) or int(count) != count or count < least:
+    if (
+        count is None
+        or isinstance(count, (bool, str))
+        or not np.isfinite(count)
+        or int(count) != count
+        or count < least
+    ):
         raise ValueError(f"`{name}` must be a whole number of at least {least}; got {count!r}.")
     return int(count)
 
@@ -52,12 +58,14 @@ def check_vectors(name: str, x) -> None:
         raise ValueError(f"`{name}` must be float vectors of shape [B, T, D]; got {dtype} of shape {tuple(x.shape)}.")
 
 
-def check_range(name: str, value, least: float, most: float = float("inf"), above: bool = False):
-    """A number from `least` (or above it) to `most`, as a float; a tensor, whose value may not be known, as it is."""
+def check_range(name: str, value, least: float, most: float = 1e6, above: bool = False):
+    """A number from `least` (or above it) to `most`, as a float; a scalar tensor as it is, checked if it is known."""
     known = concrete(value)
+    if isinstance(value, (bool, str)) or value is None or len(np.shape(value) if known is not None else value.shape):
+        raise ValueError(f"`{name}` must be one number; got {value!r}.")
     if known is not None and not np.all((known > least if above else known >= least) & (known <= most)):
         lower = f"{'above' if above else 'at least'} {least}"
-        upper = "" if most == float("inf") else f" and at most {most}"
+        upper = "" if most in (1e6, float("inf")) else f" and at most {most}"
         raise ValueError(f"`{name}` must be {lower}{upper}; got {value!r}.")
     return float(value) if isinstance(value, (int, float)) else value
 
@@ -72,7 +80,7 @@ def concrete(value):
 
 def check_numbers(name, value, least):
     """Whole numbers of at least `least`: an int, or an int32 tensor, scalar or `[B]`."""
-    if np.isscalar(value):
+    if np.isscalar(value) or value is None:
         return check_count(name, value, least)
     known = concrete(value)
     if known is not None and (known.ndim > 1 or not np.all((known >= least) & (known == np.floor(known)))):
@@ -83,12 +91,22 @@ def check_numbers(name, value, least):
 def check_ids(name, ids):
     """Token ids `[B, T]` as an int32 tensor."""
     ids = ops.convert_to_tensor(ids)
+    known = concrete(ids)
     if not keras.backend.is_int_dtype(ids.dtype) or len(ids.shape) != 2:
         raise ValueError(f"`{name}` must be integer ids of shape [B, T]; got {ids.dtype} of shape {tuple(ids.shape)}.")
+    if known is not None and np.any(known < 0):
+        raise ValueError(f"`{name}` must be ids of at least 0; got {known.min()}.")
     return ops.cast(ids, "int32")
+
+
+def check_prompts(lengths):
+    """Raises a ValueError if a prompt is known to hold no token."""
+    known = concrete(lengths)
+    if known is not None and np.any(known == 0):
+        raise ValueError("Each prompt must hold a token; got one that is padding alone.")
 
 
 def check_rows(name, ids, rows):
     """Raises a ValueError if there are not as many rows of ids as of sources, where both are known."""
-    if None not in (ids.shape[0], rows) and ids.shape[0] != rows:
+    if isinstance(rows, int) and ids.shape[0] not in (None, rows):
         raise ValueError(f"`{name}` must have a row for each of the {rows} sources or prompts; got {ids.shape[0]}.")

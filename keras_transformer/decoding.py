@@ -18,7 +18,7 @@ def greedy(step, prompt, max_length, min_length=0, end_id=3, pad_id=0, filters=(
             logits behind new tokens that stand in their rows at `index` and after; in each row one at least is finite.
             The first call gets the prompts, right-padded, and no cache (None).
         prompt: int32 tensor `[B, P]`, what each output continues; not part of the output. Prompts of different lengths
-            are padded with `pad_id`, left or right.
+            are padded with `pad_id`, which is left out wherever it stands.
         max_length: int, the most tokens to write, the end among them; or int tensor, scalar or `[B]` (then `L` is the
             most of them).
         min_length: int or int tensor, scalar or `[B]`, the fewest tokens to write, the end among them.
@@ -120,9 +120,10 @@ def beam(
     a row stops when nothing in its beam can rank higher any more, which changes no output. A width of 1 is `greedy`.
 
     Args:
-        step: as `greedy`. If it has methods `widen(cache, width)` (cache of `B` rows -> of `B width` rows) and
-            `reorder(cache, rows)` (int32 `[R]`, which row of the same group each row goes on from), they are used;
-            otherwise each tensor of the cache is gathered along its first axis.
+        step: as `greedy`. If it has methods `repeat(cache, times)` and `widen(cache, width)` (cache of `B` rows -> of
+            `B width` rows, for `sample` and for `beam`) and `reorder(cache, rows)` (int32 `[R]`, which row of the same
+            group each row goes on from), they are used; otherwise each tensor of the cache is gathered along its first
+            axis.
         prompt, max_length, min_length, end_id, pad_id, filters: as `greedy`.
         width: int, `K`.
         n: int, how many outputs to return, at most `width`.

@@ -110,7 +110,7 @@ def threshold(log_probs, top_k=0, top_p=1.0, min_p=0.0):
     Returns:
         float `[R, 1]`.
     """
-    best = ops.max(log_probs, axis=-1, keepdims=True)
+    best = ops.max(log_probs, axis=-1, keepdims=True, initial=-np.inf)
     vocabulary = ops.shape(log_probs)[-1]
 
     def from_sorted():
@@ -121,7 +121,7 @@ def threshold(log_probs, top_k=0, top_p=1.0, min_p=0.0):
         probs = probs / ops.sum(probs, axis=-1, keepdims=True)
         before = ops.cumsum(probs, axis=-1) - probs
         kept = ops.logical_and(kept, ops.logical_or(before < top_p, ops.equal(top_p, 1.0)))
-        return ops.min(ops.where(kept, ordered, np.inf), axis=-1, keepdims=True)
+        return ops.min(ops.where(kept, ordered, np.inf), axis=-1, keepdims=True, initial=np.inf)
 
     def of_all():
         return ops.full_like(best, -np.inf)

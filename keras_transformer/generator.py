@@ -8,10 +8,10 @@ import keras
 from keras import ops
 
 from keras_transformer import filters as restrict
-from keras_transformer.checks import check_count, check_ids, check_rows
+from keras_transformer.checks import check_count, check_ids, check_prompts, check_rows
 from keras_transformer.parts import parts_of
 from keras_transformer.scopes import AttentionMaps, DecodingScope
-from keras_transformer.search import Beam, Sampling, right_padded
+from keras_transformer.search import Beam, Sampling, right_padded, take_columns
 
 
 class Generator:
@@ -66,8 +66,8 @@ class Generator:
 
         Args:
             sources: dict of the model's other inputs, by name; None if it has none.
-            prompt: int `[B, P]`, what the outputs continue, the start among it, padded left or right; None for the
-                start alone.
+            prompt: int `[B, P]`, what the outputs continue, the start among it; padding is left out wherever it
+                stands. None for the start alone.
             **options: what `searches` takes.
 
         Returns:
@@ -119,9 +119,8 @@ class Generator:
             chain.append(restrict.repetition_penalty(repetition_penalty))
         if no_repeat_ngram:
             chain.append(restrict.no_repeat_ngram(no_repeat_ngram))
-        if len(forbidden_ids):
-            chain.append(restrict.forbid(forbidden_ids))
-        task = {"min_length": min_length, "end_id": self.end_id, "pad_id": self.pad_id, "filters": chain}
+        task = {"min_length": min_length, "end_id": self.end_id, "pad_id": self.pad_id}
+        task = {**task, "filters": chain, "forbidden_ids": forbidden_ids}
         max_length = self.max_length if max_length is None else max_length
         n = self.n if n is None else n
         sampling = Sampling(max_length, n, temperature, top_k, top_p, min_p, seed, **task)
@@ -198,12 +197,13 @@ class Generator:
         context, prompt = self.begin(sources, prompt)
         check_rows("target", target, prompt.shape[0])
         _, lengths = right_padded(prompt, self.pad_id)
+        check_prompts(lengths)
         ids, _ = right_padded(ops.concatenate([prompt, target], axis=1), self.pad_id)
         earlier = ops.cumsum(ops.cast(target != self.pad_id, "int32"), axis=1) - 1
         places = ops.maximum(lengths[:, None] - 1 + earlier, 0)  # [B, T]
 
         def at_target(tensor):
-            return ops.take_along_axis(tensor, places[:, :, None], axis=1)
+            return take_columns(tensor, places)
 
         return self.parts.decode(ids[:, :-1], context), at_target
 

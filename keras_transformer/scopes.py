@@ -36,6 +36,11 @@ class _Scope:
         return stack[-1] if stack and not in_symbolic_scope() else None
 
 
+def shared_by(rows, groups):
+    """How many rows share each of the groups; 1 where there are none."""
+    return rows // groups if isinstance(groups, int) and groups else ops.maximum(rows // ops.maximum(groups, 1), 1)
+
+
 class DecodingScope(_Scope):
     """Lets causal attention, cross-attention and positions inside any model continue from a key/value cache.
 
@@ -57,8 +62,8 @@ class DecodingScope(_Scope):
             `cache["cross"]` what does not, and, after `widen`, `cache["region"]` says where a row's tokens lie.
 
     Raises:
-        ValueError: if tokens do not fit into `length`, if a new cache does not start at `index` 0, or if other layers
-            are called than in the call before.
+        ValueError: where it can be known (not in graphs), if tokens do not fit into `length` or a new cache does not
+            start at `index` 0; if other layers are called than in the call before.
 
     Example:
     ```python
@@ -85,6 +90,15 @@ class DecodingScope(_Scope):
         self.length = length
         if len(self.index.shape) != 1:
             raise ValueError(f"`index` must have one entry per row, shape [R]; got shape {tuple(self.index.shape)}.")
+
+    def __exit__(self, kind_of_error, *details):
+        super().__exit__(kind_of_error, *details)
+        for kind, entries in self._old.items():
+            if kind_of_error is None and kind in self._calls and self._calls[kind] < len(entries):
+                raise ValueError(
+                    f"A cache serves one model, whose layers are called in the same order every time; got "
+                    f"{self._calls[kind]} calls where the cache holds {sorted(entries)}."
+                )
 
     @staticmethod
     def widen(cache, width, length):
@@ -140,7 +154,7 @@ class DecodingScope(_Scope):
         old = self._old["self"][name]
         groups = ops.shape(old[0])[0]
         if "region" in self._old:
-            width = rows // groups
+            width = shared_by(rows, groups)
             own = ops.arange(rows, dtype="int32") % width
             is_new = ops.logical_and(slots >= self.index[:, None], slots < self.index[:, None] + tokens)
             region = ops.where(is_new, own[:, None], self._old["region"])  # [R, L]
@@ -149,7 +163,7 @@ class DecodingScope(_Scope):
             visible = ops.logical_and(visible[:, :, None], is_there)  # [R, T, W, L]
             visible = ops.reshape(visible, (rows, tokens, width * self.length))
             positions = positions + (own * self.length)[:, None]
-        group = ops.arange(rows, dtype="int32") // (rows // groups)
+        group = ops.arange(rows, dtype="int32") // shared_by(rows, groups)
         shape = rows, heads, tokens
         head = ops.arange(heads, dtype="int32")
         where = [ops.broadcast_to(i, shape) for i in (group[:, None, None], head[:, None], positions[:, None])]

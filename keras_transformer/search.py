@@ -8,7 +8,15 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_transformer.checks import check_count, check_ids, check_numbers, check_range, concrete
+from keras_transformer.checks import (
+    check_count,
+    check_ids,
+    check_numbers,
+    check_prompts,
+    check_range,
+    check_rows,
+    concrete,
+)
 from keras_transformer.filters import Written, forbid, is_one_of, least_length, threshold
 from keras_transformer.noise import random_bits, uniform
 
@@ -26,6 +34,13 @@ def _left_padded(ids, lengths):
     columns = ops.shape(ids)[1]
     order = (ops.arange(columns, dtype="int32") + lengths[:, None]) % columns
     return ops.take_along_axis(ids, order, axis=1)
+
+
+def take_columns(tensor, columns):
+    """`[B, C, F]` and int `[B, T]` -> `[B, T, F]`; Keras's `take_along_axis` does not take a batch of none."""
+    batch, size, features = ops.shape(tensor)
+    rows = ops.arange(batch, dtype="int32")[:, None] * size + columns
+    return ops.take(ops.reshape(tensor, (batch * size, features)), rows, axis=0)
 
 
 class PlainStep:
@@ -53,14 +68,14 @@ class Search:
     A state is a dict of tensors, which a `while_loop` carries, or which somebody looks at between two steps.
     """
 
-    def __init__(self, max_length, min_length=0, end_id=3, pad_id=0, filters=()):
+    def __init__(self, max_length, min_length=0, end_id=3, pad_id=0, filters=(), forbidden_ids=()):
         self.max_length = check_numbers("max_length", max_length, least=1)
         self.min_length = check_numbers("min_length", min_length, least=0)
         known = concrete(max_length)
-        self.room = ops.max(self.max_length) if known is None else int(known.max(initial=1))  # L
+        self.room = ops.max(self.max_length, initial=1) if known is None else int(known.max(initial=1))  # L
         self.end_ids = [end_id] if np.isscalar(end_id) else list(end_id)
         self.pad_id = pad_id
-        self.filters = filters
+        self.filters = [*filters, forbid([pad_id, *forbidden_ids])]
         if pad_id in self.end_ids:
             raise ValueError(f"An end must not be `pad_id`, which is no token; got {self.end_ids} and {pad_id}.")
         if isinstance(self.max_length, int) and isinstance(self.min_length, int) and self.min_length > self.max_length:
@@ -68,20 +83,18 @@ class Search:
 
     def run(self, step, prompt):
         """The whole search."""
-        step = step if hasattr(step, "reorder") else PlainStep(step)
+        step = step if all(hasattr(step, name) for name in ("repeat", "widen", "reorder")) else PlainStep(step)
         state = self.begin(step, prompt)
         return self.found(ops.while_loop(self.unfinished, lambda state: self.advance(step, state), state))
 
     def begin(self, step, prompt):
         """Runs the prompts, all at once, and writes the first token of each row."""
         prompt = check_ids("prompt", prompt)
-        batch, columns = ops.shape(prompt)
+        batch = ops.shape(prompt)[0]
         prompt, lengths = right_padded(prompt, self.pad_id)
-        if concrete(lengths) is not None and np.any(concrete(lengths) == 0):
-            raise ValueError("Each prompt must hold a token; got one that is padding alone.")
+        check_prompts(lengths)
         logits, cache = step(prompt, ops.zeros_like(lengths), None)
-        last = ops.arange(batch, dtype="int32") * columns + ops.maximum(lengths - 1, 0)
-        logits = ops.take(ops.reshape(logits, (batch * columns, ops.shape(logits)[-1])), last, axis=0)
+        logits = take_columns(logits, ops.maximum(lengths - 1, 0)[:, None])[:, 0]  # behind the last token
         limit, least = (
             ops.broadcast_to(ops.convert_to_tensor(length, "int32"), (batch,))
             for length in (self.max_length, self.min_length)
@@ -111,10 +124,9 @@ class Search:
         log_probs = ops.log_softmax(ops.cast(logits, "float32"))
         start = ops.shape(state["tokens"])[1] - self.room
         written = Written(state["tokens"], start, state["count"], self.pad_id)
-        filters = [*self.filters, forbid([self.pad_id])]
-        if not isinstance(self.min_length, int) or self.min_length > 1:
-            filters.append(least_length(self.end_ids, state["least"]))
-        for filtered in filters:
+        has_least = not isinstance(self.min_length, int) or self.min_length > 1
+        least = [least_length(self.end_ids, state["least"])] if has_least else []
+        for filtered in (*self.filters, *least):
             log_probs = filtered(log_probs, written)
         return log_probs
 
@@ -145,6 +157,8 @@ class Sampling(Search):
         """`n` rows for each prompt."""
         batch = ops.shape(logits)[0]
         seed = ops.convert_to_tensor(self.seed, "int32")
+        if len(seed.shape):
+            check_rows("seed", seed, batch)
         seed = seed if len(seed.shape) else random_bits(seed, ops.arange(batch, dtype="int32"))
         seed = ops.reshape(random_bits(seed[:, None], ops.arange(self.n, dtype="int32")), (-1,))
         if self.n > 1:
@@ -180,7 +194,7 @@ class Sampling(Search):
         is_greedy = ops.equal(self.temperature, 0.0)
         scaled = log_probs / ops.where(is_greedy, 1.0, self.temperature)
         lowest = threshold(scaled, self.top_k, self.top_p, self.min_p)
-        probs = ops.exp(scaled - ops.max(scaled, axis=-1, keepdims=True))
+        probs = ops.exp(scaled - ops.max(scaled, axis=-1, keepdims=True, initial=-np.inf))
         sums = ops.cumsum(ops.where(scaled >= lowest, probs, 0.0), axis=-1)  # [R, V]
         drawn = uniform(state["seed"], state["count"])[:, None] * sums[:, -1:]
         is_above = ops.logical_and(sums > drawn, probs > 0)
@@ -247,7 +261,9 @@ class Beam(Search):
         enters = leaves & ops.logical_not(state["done"])[:, None]
         best = self._ranked(state["best"], ops.where(enters, score, -np.inf), count, self._output(tokens))
         live = ops.where(leaves, -np.inf, score)
-        most = ops.max(live, axis=1) / self._penalty(limit[:, 0])  # as high as a row alive may come to rank
+        most = ops.max(live, axis=1, initial=-np.inf) / self._penalty(
+            limit[:, 0]
+        )  # as high as a row alive may come to rank
         return {
             **state,
             "cache": step.reorder(cache, parents),

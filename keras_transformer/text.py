@@ -80,7 +80,7 @@ class Translator(TextWriter):
     TEXTS = ("text", "prefix")
     NUMBERS = {
         **OPTIONS,
-        "max_length_ratio": Option("float32", math.inf, above=True),
+        "max_length_ratio": Option("float32", math.inf, most=math.inf, above=True),
         "min_length_ratio": Option("float32", 0.0),
     }
     FIXED = (*TextWriter.FIXED, "alignment")
@@ -98,7 +98,7 @@ class Translator(TextWriter):
         options: dict | None = None,
         **kwargs,
     ):
-        super().__init__(model, target_tokenizer, max_length, batch_size, width, n, options, **kwargs)
+        super().__init__(model, target_tokenizer, ["source"], max_length, batch_size, width, n, options, **kwargs)
         self.max_source_length = check_count("max_source_length", max_source_length)
         self.source_tokenizer = source_tokenizer
         self.target_tokenizer = target_tokenizer
@@ -120,7 +120,10 @@ class Translator(TextWriter):
             fits &= prefix.row_lengths() < self.max_length
             start = tf.fill([prefix.nrows(), 1], self.target_tokenizer.start_id)
             prompt = tf.concat([start, rows_that(fits, prefix)], axis=1).to_tensor(self.target_tokenizer.pad_id)
-        return {"source": rows_that(fits, ids).to_tensor(self.source_tokenizer.pad_id)}, prompt, fits
+        source = rows_that(fits, ids).to_tensor(self.source_tokenizer.pad_id)
+        missing = tf.maximum(1 - tf.shape(source)[1], 0)  # attention needs a column to look at
+        source = tf.pad(source, [[0, 0], [0, missing]], constant_values=self.source_tokenizer.pad_id)
+        return {"source": source}, prompt, fits
 
     def limits(self, sources, options):
         import tensorflow as tf
@@ -131,6 +134,7 @@ class Translator(TextWriter):
             return options
         is_token = tf.cast(sources["source"] != self.source_tokenizer.pad_id, tf.float32)
         tokens = tf.maximum(tf.reduce_sum(is_token, axis=1), 1.0)  # a refused row has none
+        tokens *= 1 - 1e-6  # 0.6 * 25 is above 15 in float32
         most = tf.minimum(tf.math.ceil(most * tokens), tf.cast(options["max_length"], tf.float32))
         least = tf.maximum(tf.math.ceil(least * tokens), tf.cast(options["min_length"], tf.float32))
         return {**options, "max_length": tf.cast(most, tf.int32), "min_length": tf.cast(least, tf.int32)}
@@ -197,7 +201,7 @@ class TextGenerator(TextWriter):
         options: dict | None = None,
         **kwargs,
     ):
-        super().__init__(model, tokenizer, max_length, batch_size, width, n, options, **kwargs)
+        super().__init__(model, tokenizer, [], max_length, batch_size, width, n, options, **kwargs)
         self.max_prompt_length = check_count("max_prompt_length", max_prompt_length)
         self.tokenizer = tokenizer
 

@@ -9,7 +9,7 @@ import math
 
 import keras
 
-from keras_transformer.calls import OPTIONS, Output, Scored, assert_options, check_call
+from keras_transformer.calls import OPTIONS, Output, Scored, assert_options, check_call, check_fixed, check_model
 from keras_transformer.checks import check_count
 from keras_transformer.export import write_saved_model
 from keras_transformer.generator import Generator
@@ -26,25 +26,21 @@ class TextWriter(keras.Model):
     NUMBERS = OPTIONS  # and the numbers, for all rows
     FIXED = ("no_repeat_ngram", "forbidden_ids")  # further options, of the constructor alone
 
-    def __init__(self, model, tokenizer, max_length, batch_size, width, n, options, **kwargs):
+    def __init__(self, model, tokenizer, reads, max_length, batch_size, width, n, options, **kwargs):
         super().__init__(**kwargs)
         self.max_length, self.batch_size = check_count("max_length", max_length), check_count("batch_size", batch_size)
-        if model.output.shape[-1] < tokenizer.vocab_size:
-            raise ValueError(
-                "The model must have a logit for each token of the tokenizer of what it writes; "
-                f"got {model.output.shape[-1]} for {tokenizer.vocab_size}."
-            )
-        self.model = model
-        self._writes = tokenizer
+        check_model(type(self).__name__, model, tokenizer, reads)
+        self.model, self._writes = model, tokenizer
         ids = tokenizer.start_id, tokenizer.end_id, tokenizer.pad_id
         self._generate = Generator(model, max_length, width, n, *ids)
         self.width, self.n = self._generate.width, self._generate.n
         longest = OPTIONS["max_length"]._replace(default=self.max_length, most=self.max_length)
         self._numbers = {**self.NUMBERS, "max_length": longest}
-        fixed = {name: value for name, value in (options or {}).items() if name in self.FIXED}
+        fixed = check_fixed({name: value for name, value in (options or {}).items() if name in self.FIXED}, model)
         numbers = {name: value for name, value in (options or {}).items() if name not in fixed}
-        self._generate.searches(**{name: value for name, value in fixed.items() if name in TextWriter.FIXED})  # checks
         self.options = {**check_call(numbers, self._numbers), **fixed}
+        # what no text becomes: the start, and logits that have no token
+        self._never = [tokenizer.start_id, *range(tokenizer.vocab_size, model.output.shape[-1])]
         self._graph = self._compile()
         self.built = True
 
@@ -68,7 +64,7 @@ class TextWriter(keras.Model):
         import tensorflow as tf
 
         others = {name: options.pop(name) for name in self.TEXTS[1:] if name in options}
-        options = {**self.options, **options}
+        options = {**self.options, **check_call(options, self._numbers), **self._fixed()}
         is_aligned = options.pop("alignment", False)
         sources, prompt, fits = self.prepare(text, **others)
         found = self._generate(sources, prompt, **self.limits(sources, options))
@@ -131,9 +127,9 @@ class TextWriter(keras.Model):
     def _advance(self, state, *arguments):
         import tensorflow as tf
 
-        numbers = dict(zip(self.NUMBERS, arguments))
+        numbers = {name: value for name, value in zip(self.NUMBERS, arguments) if name in OPTIONS}
         options = {**self._fixed(), **numbers, "max_length": state["limit"], "min_length": state["least"]}
-        _, search = self._generate.searches(n=1, **{k: v for k, v in options.items() if not k.endswith("_ratio")})
+        _, search = self._generate.searches(n=1, **options)
         state = search.advance(self._generate.step(None, tf.shape(state["tokens"])[1]), state)
         return state, self._so_far(search, state, state["prompt"], state["fits"])
 
@@ -144,7 +140,8 @@ class TextWriter(keras.Model):
         return {"text": tf.where(fits, text, ""), "done": state["done"] | ~fits}
 
     def _fixed(self):
-        return {name: value for name, value in self.options.items() if name in TextWriter.FIXED}
+        fixed = {name: value for name, value in self.options.items() if name in TextWriter.FIXED}
+        return {**fixed, "forbidden_ids": [*fixed.get("forbidden_ids", ()), *self._never]}
 
     def _compile(self):
         """The graphs by name, each traced once, behind a plain function, which a SavedModel leaves out."""
@@ -199,7 +196,10 @@ class TextWriter(keras.Model):
         return outputs
 
     def score(self, texts, targets):
-        """How likely each target is for its text, the end among it: lists of strings -> list of `Scored`."""
+        """How likely each target is for its text, the end among it: lists of strings -> list of `Scored`.
+
+        A target of more than `max_length` tokens is refused, as a text that is too long is.
+        """
         texts, targets = self._columns(texts, {"target": targets}, ("text", "target"))
         scored = []
         for batch in self._batches(texts, targets):
@@ -213,10 +213,13 @@ class TextWriter(keras.Model):
         """Writes while one looks on: an iterator of lists, what each text's output grows by in one step.
 
         Each text gets one output, by sampling or, at temperature 0, the most likely next token. Pieces are whole
-        characters: the bytes of one that is not complete are held back. The iterator ends when all outputs have.
+        characters: the bytes of one that is not complete are held back. All texts go through the model at once; the
+        iterator ends when all outputs have.
         """
-        columns, numbers = self._arguments(texts, options)
-        shown = [""] * len(texts)
+        return self._pieces(*self._arguments(texts, options))
+
+    def _pieces(self, columns, numbers):
+        shown = [""] * len(columns[0])
         state, found = self._graph("begin", 0, *columns, *numbers) if shown else (None, None)
         while shown:
             pieces = []
@@ -240,7 +243,7 @@ class TextWriter(keras.Model):
             refused += int((found["length"].numpy()[:, 0] == 0).sum())
             yield found
         if refused:
-            log.warning("%d of %d texts refused: they are too long.", refused, len(texts))
+            log.warning("%d of %d texts got no answer: too long, or nothing may be written.", refused, len(texts))
 
     def _arguments(self, texts, options):
         """(lists of strings in the order of `TEXTS`, numbers in that of `NUMBERS`)."""
@@ -249,12 +252,18 @@ class TextWriter(keras.Model):
         columns = self._columns(texts, options, self.TEXTS)
         numbers = {name: value for name, value in options.items() if name not in self.TEXTS}
         numbers = {**self.options, **check_call(numbers, self._numbers)}
+        most, least = numbers.get("max_length", self.max_length), numbers.get("min_length", 0)
+        if least > most:
+            raise ValueError(f"`min_length` must be at most `max_length`; got {least} and {most}.")
         return columns, [tf.constant(numbers.get(k, o.default), o.dtype) for k, o in self._numbers.items()]
 
     def _columns(self, texts, others, names):
         import tensorflow as tf
 
-        columns = [texts, *(others.get(name, [""] * len(texts)) for name in names[1:])]
+        if isinstance(texts, str):
+            raise ValueError(f"Texts come as a list of strings, also a single one; got the string {texts!r}.")
+        others = {name: [""] * len(texts) if others.get(name) is None else others[name] for name in names[1:]}
+        columns = [texts, *others.values()]
         for name, column in zip(names, columns):
             if isinstance(column, str) or len(column) != len(texts):
                 raise ValueError(f"`{name}` must be a list of strings, one for each text; got {column!r}.")

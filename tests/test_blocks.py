@@ -316,7 +316,7 @@ def round_trip(layer):
 
 
 def test_every_exported_layer_of_vectors_is_configured_here():
-    exported = [getattr(kt, name) for name in kt.__all__ if name not in ("Tokenizer", "Translator")]
+    exported = [getattr(kt, name) for name in kt.__all__ if name not in ("TextGenerator", "Tokenizer", "Translator")]
     layers = {cls for cls in exported if isinstance(cls, type) and issubclass(cls, keras.layers.Layer)}
     assert layers == {cls for cls, _ in CONFIGURED}
 

@@ -1188,3 +1188,46 @@ def test_padding_of_a_target_may_stand_anywhere():
         rows = [row[real] for row, real in zip(one, where)]
         np.testing.assert_allclose(rows[1], rows[0], rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(rows[2], rows[0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_of_none_has_its_shapes():
+    generate = kt.Generator(built(), LENGTH, width=3, n=2)
+    sources = {"source": np.zeros((0, 3), "int32")}
+    for options in ({}, {"temperature": 1.0, "top_p": 0.5}):
+        assert generate(sources, **options)["ids"].shape == (0, 2, LENGTH)
+    assert generate.score(sources, np.zeros((0, 3), "int32"))["token_scores"].shape == (0, 3)
+
+
+def test_one_number_for_all_rows_is_not_a_list_of_them():
+    generate = kt.Generator(built(), LENGTH, width=3)
+    sources = {"source": np.array([[4, 5]] * 3, "int32")}
+    with pytest.raises(ValueError, match="`length_penalty` must be one number"):
+        generate(sources, length_penalty=np.array([0.0, 1.0, 2.0]))
+    with pytest.raises(ValueError, match="`seed` must have a row for each of the 3"):
+        generate(sources, temperature=1.0, seed=np.array([1], "int32"))
+
+
+def test_prompts_of_padding_alone_and_ids_below_0_are_refused():
+    generate = kt.Generator(built(), LENGTH)
+    sources = {"source": np.array([[4, 5]], "int32")}
+    for use in (lambda p: generate(sources, p), lambda p: generate.score(sources, [[4, 3]], p)):
+        with pytest.raises(ValueError, match="Each prompt must hold a token"):
+            use(np.zeros((1, 2), "int32"))
+    with pytest.raises(ValueError, match="`target` must be ids of at least 0; got -1"):
+        generate.score(sources, [[4, -1]])
+
+
+def test_sources_of_a_fixed_length_are_fine():
+    source, target = keras.Input((10,), dtype="int32", name="source"), source_input("target")
+    y = kt.DecoderBlock(**BLOCK)(embedded(target), encoded(source))
+    model = keras.Model({"source": source, "target": target}, keras.layers.Dense(VOCAB)(y))
+    assert kt.Generator(model, LENGTH)({"source": np.ones((2, 10), "int32")})["ids"].shape == (2, 1, LENGTH)
+
+
+def test_fewer_layers_than_before_are_an_error(rng):
+    one, two = (kt.MultiHeadSelfAttention(2, causal=True) for _ in range(2))
+    x = rng.normal(size=(1, 3, WIDTH)).astype("float32")
+    with kt.DecodingScope(None, [0], 4) as scope:
+        two(one(x))
+    with pytest.raises(ValueError, match="got 1 calls where the cache holds"), kt.DecodingScope(scope.cache, [3], 4):
+        one(x[:, :1])

@@ -357,7 +357,7 @@ def test_sources_that_are_too_long_are_refused_alone_and_logged(translator, capl
     assert np.all(np.isfinite(answer["score"].numpy()[[0, 2]])) and np.all(answer["length"].numpy()[[0, 2]] > 0)
     with caplog.at_level(logging.WARNING, "keras_transformer"):
         found = translator(["abc", more, just, "b" * 1000, "b", more])
-    assert caplog.messages == ["3 of 6 texts refused: they are too long."]
+    assert caplog.messages == ["3 of 6 texts got no answer: too long, or nothing may be written."]
     assert found == [*translator(["abc"]), "", *translator([just]), "", *translator(["b"]), ""]
 
 
@@ -619,3 +619,86 @@ def test_options_of_the_constructor_alone_are_checked_there(translator, options)
     letters = translator.source_tokenizer
     with pytest.raises(ValueError, match="must be a whole number"):
         kt.Translator(translator.model, letters, letters, 7, options=options)
+
+
+# ---- odd input and odd models
+
+
+def test_logits_without_a_token_and_the_start_are_never_written(translator):
+    letters = translator.source_tokenizer
+    keras.utils.set_random_seed(0)
+    wide = kt.build_transformer(
+        letters.vocab_size + 40, d_model=8, num_layers=1, num_heads=1, intermediate_dim=8, tie_embeddings="none"
+    )
+    never = [letters.start_id, *range(letters.vocab_size, letters.vocab_size + 40)]
+    wide.get_layer("target_embedding").reverse_embeddings.assign(
+        np.where(np.isin(np.arange(letters.vocab_size + 40), never), 3.0, 0.1) * np.ones((8, 1))
+    )
+    writer = kt.Translator(wide, letters, letters, 7, 12)
+    for options in ({}, {"temperature": 1.0, "seed": 1}):
+        assert not np.isin(writer(tf.constant(SOURCES), **options)["ids"], never).any()
+        assert all(isinstance(text, str) for text in writer(SOURCES, **options))
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"max_length_ratio": 0.5}])
+def test_no_texts_and_texts_all_refused_have_their_shapes(several, options):
+    for texts in ([], ["a" * 50] * 2):
+        found = several(tf.constant(texts, tf.string), **options)
+        assert found["text"].shape == found["score"].shape == found["length"].shape == (len(texts), 3)
+        assert found["ids"].shape == found["alignment"].shape == (len(texts), 3, found["ids"].shape[2])
+        assert several.n_best(texts, **options) == [[("", -np.inf, [], [])] * 3] * len(texts)
+        assert [one.score for one in several.score(texts, texts)] == [-np.inf] * len(texts)
+
+
+def test_a_share_of_the_source_is_not_rounded_up_for_the_sake_of_a_float(translator):
+    letters = translator.source_tokenizer
+    long = kt.Translator(translator.model, letters, letters, 60, 60, width=1)
+    for tokens, ratio, length in ((25, 0.6, 15), (25, 1.2, 30), (10, 0.7, 7), (9, 0.5, 5)):
+        (output,) = long.n_best(["a" * (tokens - 1)], min_length_ratio=ratio, max_length_ratio=ratio)[0]
+        assert len(output.tokens) == length
+
+
+def test_models_of_another_kind_are_refused(translator, writer):
+    letters = translator.source_tokenizer
+    with pytest.raises(ValueError, match=r"TextGenerator must have the inputs \[\] and what it writes; got \['source'"):
+        kt.TextGenerator(translator.model, letters)
+    with pytest.raises(ValueError, match=r"Translator must have the inputs \['source'\].*got \['tokens'\]"):
+        kt.Translator(writer.model, writer.tokenizer, writer.tokenizer)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"temperature": None}, "`temperature` must be one number; got None"),
+        ({"temperature": float("inf")}, "`temperature` must be at least 0; got inf"),
+        ({"temperature": [1.0, 2.0]}, "`temperature` must be one number"),
+        ({"min_length": float("inf")}, "`min_length` must be"),
+        ({"min_length": 8}, "`min_length` must be at most `max_length`; got 8 and 7"),
+        ({"top_k": True}, "`top_k` must be one number; got True"),
+    ],
+)
+def test_numbers_that_are_none_are_refused_with_the_rule(translator, options, message):
+    with pytest.raises(ValueError, match=message):
+        translator(["a"], **options)
+    with pytest.raises(ValueError, match=message):
+        translator.stream(["a"], **options)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"alignment": "no"}, "`alignment` must be True or False; got 'no'"),
+        ({"forbidden_ids": [9999]}, "`forbidden_ids` must be below"),
+        ({"no_repeat_ngram": -1}, "`no_repeat_ngram` must be a whole number of at least 0"),
+    ],
+)
+def test_what_a_constructor_alone_takes_is_checked(translator, options, message):
+    letters = translator.source_tokenizer
+    with pytest.raises(ValueError, match=message):
+        kt.Translator(translator.model, letters, letters, 7, options=options)
+
+
+def test_options_are_checked_in_graphs_of_others_too(translator):
+    with pytest.raises(ValueError, match="`max_length` must be at least 1 and at most 7; got 8"):
+        tf.function(lambda text: translator(text, max_length=8)["ids"])(tf.constant(["a"]))
+    assert tf.function(lambda text: translator(text, max_length=3)["ids"])(tf.constant(["a"])).shape == (1, 1, 3)
