@@ -95,10 +95,8 @@ class Search:
         check_prompts(lengths)
         logits, cache = step(prompt, ops.zeros_like(lengths), None)
         logits = take_columns(logits, ops.maximum(lengths - 1, 0)[:, None])[:, 0]  # behind the last token
-        limit, least = (
-            ops.broadcast_to(ops.convert_to_tensor(length, "int32"), (batch,))
-            for length in (self.max_length, self.min_length)
-        )
+        limit = ops.broadcast_to(ops.convert_to_tensor(self.max_length, "int32"), (batch,))
+        least = ops.broadcast_to(ops.convert_to_tensor(self.min_length, "int32"), (batch,))
         empty = ops.full((batch, self.room), self.pad_id, dtype="int32")
         state = {
             "count": ops.convert_to_tensor(0, "int32"),  # tokens written
