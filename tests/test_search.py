@@ -397,6 +397,10 @@ def test_methods_of_a_step_are_used_for_its_cache(rng):
             logits, cache = self.step(tokens, index, None if cache is None else {"sum": cache["columns"][0]})
             return logits, {"columns": cache["sum"][None]}
 
+        def repeat(self, cache, times):
+            calls.add("repeat")
+            return {"columns": ops.repeat(cache["columns"], times, axis=1)}
+
         def widen(self, cache, width):
             calls.add("widen")
             return {"columns": ops.repeat(cache["columns"], width, axis=1)}
@@ -409,6 +413,9 @@ def test_methods_of_a_step_are_used_for_its_cache(rng):
     found = run(kt.beam, Step(table), PROMPTS, LENGTH, width=3, n=3)
     assert_same(found, plain_beams(table, PROMPTS, LENGTH, 3, 3))
     assert calls == {"widen", "reorder"}
+    drawn = run(kt.sample, Step(table), PROMPTS, LENGTH, n=3, seed=1)
+    assert_same(drawn, plain(run(kt.sample, hashed(table), PROMPTS, LENGTH, n=3, seed=1)))
+    assert calls == {"widen", "reorder", "repeat"}
 
 
 # sampling
