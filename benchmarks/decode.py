@@ -8,9 +8,7 @@ row ends early. The runs alternate, so that what else the machine does falls on 
 
 import argparse
 import os
-import statistics
 import tempfile
-import time
 
 os.environ["KERAS_BACKEND"] = "tensorflow"
 
@@ -18,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras import ops
-from results import record, table, versions
+from results import median_seconds, record, table, versions
 
 import keras_transformer as kt
 
@@ -165,19 +163,6 @@ def _fill(spec):
         side.position_encodings.encodings = positions
 
 
-def median_runs(runs, rounds):
-    """Seconds of each run, all alternating."""
-    for run in runs.values():
-        run()
-    seconds = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(times) for name, times in seconds.items()}
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
@@ -187,7 +172,7 @@ def main():
     source = tf.constant(np.random.default_rng(0).integers(4, VOCABULARY, size=(ROWS, LENGTH)), "int32")
     with tempfile.TemporaryDirectory() as folder:
         runs = dict([*ours(model, source), *keras_hub(source), *ctranslate2(source, folder), *uncached(model, source)])
-        seconds = median_runs(runs, rounds)
+        seconds = median_seconds(runs, rounds)
     rows = [[name, f"{time:.3f}", f"{ROWS * LENGTH / time:,.0f}"] for name, time in seconds.items()]
     text = f"{versions('keras', 'tensorflow', 'keras-hub', 'ctranslate2')}. {__doc__.split(chr(10) * 2)[2]}\n\n"
     record("Writing", text + table(["what", "seconds", "tokens a second"], rows))

@@ -5,6 +5,8 @@ import os
 import pathlib
 import platform
 import re
+import statistics
+import time
 
 RESULTS = pathlib.Path(__file__).with_name("RESULTS.md")
 
@@ -13,6 +15,19 @@ def versions(*distributions):
     """What was measured on what, in one line."""
     installed = [f"{name} {importlib.metadata.version(name)}" for name in distributions]
     return f"{', '.join(installed)}; Python {platform.python_version()}, {os.cpu_count()} CPU cores"
+
+
+def median_seconds(runs, rounds):
+    """Median seconds of each function, after one call of each, all alternating: a dict by the same names."""
+    for run in runs.values():
+        run()
+    seconds = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(times) for name, times in seconds.items()}
 
 
 def table(columns, rows):

@@ -8,12 +8,10 @@ the machine does falls on all of them; each figure is a median.
 """
 
 import argparse
-import statistics
-import time
 
 import keras
 import numpy as np
-from results import record, table, versions
+from results import median_seconds, record, table, versions
 
 import keras_transformer as kt
 
@@ -93,14 +91,8 @@ def median_steps(builders, rounds):
     for name, build in builders.items():
         models[name] = build()
         models[name].compile(keras.optimizers.Adam(1e-4), kt.TokenCrossentropy(), jit_compile=False)
-        models[name].train_on_batch(*data)
-    seconds = {name: [] for name in models}
-    for _ in range(rounds):
-        for name, model in models.items():
-            start = time.perf_counter()
-            model.train_on_batch(*data)
-            seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(times) for name, times in seconds.items()}
+    steps = {name: lambda model=model: model.train_on_batch(*data) for name, model in models.items()}
+    return median_seconds(steps, rounds)
 
 
 def main():

@@ -98,15 +98,15 @@ class Search:
         limit = ops.broadcast_to(ops.convert_to_tensor(self.max_length, "int32"), (batch,))
         least = ops.broadcast_to(ops.convert_to_tensor(self.min_length, "int32"), (batch,))
         empty = ops.full((batch, self.room), self.pad_id, dtype="int32")
-        state = {
-            "count": ops.convert_to_tensor(0, "int32"),  # tokens written
+        rows = {
             # [R, P + L]; the prompts end in column P - 1
             "tokens": ops.concatenate([_left_padded(prompt, lengths), empty], axis=1),
             "index": lengths,  # [R], where the next token stands
             "limit": limit,  # [R], most tokens to write
             "least": least,  # [R], fewest
         }
-        return self._write(step, *self._spread(step, state, logits, cache))
+        state, logits, cache = self._spread(step, rows, logits, cache)
+        return self._write(step, {**state, "count": ops.convert_to_tensor(0, "int32")}, logits, cache)
 
     def advance(self, step, state):
         """Runs the tokens written last, and writes the next."""
@@ -160,9 +160,8 @@ class Sampling(Search):
         seed = seed if len(seed.shape) else random_bits(seed, ops.arange(batch, dtype="int32"))
         seed = ops.reshape(random_bits(seed[:, None], ops.arange(self.n, dtype="int32")), (-1,))
         if self.n > 1:
-            count = state.pop("count")
             state, logits = keras.tree.map_structure(lambda t: ops.repeat(t, self.n, axis=0), (state, logits))
-            state, cache = {**state, "count": count}, step.repeat(cache, self.n)
+            cache = step.repeat(cache, self.n)
         rows = ops.shape(logits)[0]
         start = {"seed": seed, "score": ops.zeros((rows,), "float32"), "done": ops.zeros((rows,), "bool")}
         return {**state, **start}, logits, cache
@@ -225,7 +224,6 @@ class Beam(Search):
     def _spread(self, step, state, logits, cache):
         """`width` rows for each prompt, of which the first is alive."""
         batch = ops.shape(logits)[0]
-        count = state.pop("count")
         state, logits = keras.tree.map_structure(lambda t: ops.repeat(t, self.width, axis=0), (state, logits))
         is_first = ops.arange(self.width) == 0
         none = ops.full((batch, self.n), -np.inf, dtype="float32")
@@ -236,7 +234,6 @@ class Beam(Search):
             "ids": ops.full((batch, self.n, self.room), self.pad_id, dtype="int32"),
         }
         start = {
-            "count": count,
             "live": ops.broadcast_to(ops.where(is_first, 0.0, -np.inf), (batch, self.width)),  # scores, -inf: no row
             "best": best,
             "done": ops.zeros((batch,), "bool"),
@@ -259,9 +256,7 @@ class Beam(Search):
         enters = leaves & ops.logical_not(state["done"])[:, None]
         best = self._ranked(state["best"], ops.where(enters, score, -np.inf), count, self._output(tokens))
         live = ops.where(leaves, -np.inf, score)
-        most = ops.max(live, axis=1, initial=-np.inf) / self._penalty(
-            limit[:, 0]
-        )  # as high as a row alive may come to rank
+        most = ops.max(live, axis=1, initial=-np.inf) / self._penalty(limit[:, 0])  # the highest rank to come
         return {
             **state,
             "cache": step.reorder(cache, parents),
