@@ -18,7 +18,8 @@ test: .venv/.test
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile
 
 # what runs on every backend; text, data and export are TensorFlow's
-JAX_TESTS := $(patsubst %,tests/test_%.py,positions attention embeddings blocks models search generator training)
+JAX_TESTS := $(patsubst %,tests/test_%.py,positions attention embeddings crossentropy blocks models packing search \
+    generator training callbacks resume)
 
 lint: .venv/.test
 	$(BIN)/ruff check .

@@ -16,9 +16,10 @@ from results import median_seconds, record, table, versions
 import keras_transformer as kt
 
 WIDTH, LAYERS, HEADS, INNER, VOCABULARY, DROPOUT = 256, 4, 8, 1024, 8000, 0.1
+LENGTH = 64
 
 
-def ours():
+def ours(**options):
     return kt.build_transformer(
         VOCABULARY,
         d_model=WIDTH,
@@ -27,6 +28,7 @@ def ours():
         intermediate_dim=INNER,
         dropout=DROPOUT,
         attention={"dropout": DROPOUT},  # the others drop attention weights too
+        **options,
     )
 
 
@@ -34,32 +36,32 @@ def keras_parts():
     """As Keras's own examples compose it."""
     layers = keras.layers
 
-    def attend(x, context, causal=False):
+    def attend(x, context, mask, causal=False):
         attention = layers.MultiHeadAttention(HEADS, WIDTH // HEADS, dropout=DROPOUT)
-        y = attention(x, context, use_causal_mask=causal)
+        y = attention(x, context, attention_mask=mask[:, None], use_causal_mask=causal)
         return layers.LayerNormalization()(layers.Add()([x, layers.Dropout(DROPOUT)(y)]))
 
     def feed_forward(x):
         y = layers.Dense(WIDTH)(layers.Dense(INNER, activation="relu")(x))
         return layers.LayerNormalization()(layers.Add()([x, layers.Dropout(DROPOUT)(y)]))
 
+    class ScaledWithPositions(layers.Layer):
+        def call(self, x):
+            sinusoids = kt.positions.sinusoid(np.arange(LENGTH), WIDTH)
+            return x * WIDTH**0.5 + keras.ops.cast(sinusoids, x.dtype)[: keras.ops.shape(x)[1]]
+
     def embed(ids, table):
-        positions = kt.positions.sinusoid(np.arange(64), WIDTH)
-        return layers.Dropout(DROPOUT)(table(ids) * WIDTH**0.5 + positions)
+        return layers.Dropout(DROPOUT)(ScaledWithPositions()(table(ids)))
 
-    return _compose(embed, attend, feed_forward)
-
-
-def _compose(embed, attend, feed_forward):
-    source = keras.Input((64,), dtype="int32", name="source")
-    target = keras.Input((64,), dtype="int32", name="target")
-    table = keras.layers.ReversibleEmbedding(VOCABULARY, WIDTH)
+    source, target = inputs()
+    table = layers.ReversibleEmbedding(VOCABULARY, WIDTH)
     x, y = embed(source, table), embed(target, table)
+    source_mask, target_mask = source != 0, target != 0
     for _ in range(LAYERS):
-        x = feed_forward(attend(x, x))
+        x = feed_forward(attend(x, x, source_mask))
     for _ in range(LAYERS):
-        y = attend(y, y, causal=True)
-        y = feed_forward(attend(y, x))
+        y = attend(y, y, target_mask, causal=True)
+        y = feed_forward(attend(y, x, source_mask))
     return keras.Model({"source": source, "target": target}, table(y, reverse=True))
 
 
@@ -67,8 +69,7 @@ def keras_hub_blocks():
     import keras_hub
 
     layers = keras_hub.layers
-    source = keras.Input((64,), dtype="int32", name="source")
-    target = keras.Input((64,), dtype="int32", name="target")
+    source, target = inputs()
     table = layers.ReversibleEmbedding(VOCABULARY, WIDTH)
 
     def embed(ids):
@@ -76,16 +77,22 @@ def keras_hub_blocks():
         return keras.layers.Dropout(DROPOUT)(x * WIDTH**0.5 + layers.SinePositionEncoding()(x))
 
     x, y = embed(source), embed(target)
+    source_mask, target_mask = source != 0, target != 0
     for _ in range(LAYERS):
-        x = layers.TransformerEncoder(INNER, HEADS, dropout=DROPOUT)(x)
+        x = layers.TransformerEncoder(INNER, HEADS, dropout=DROPOUT)(x, padding_mask=source_mask)
     for _ in range(LAYERS):
-        y = layers.TransformerDecoder(INNER, HEADS, dropout=DROPOUT)(y, x)
+        masks = {"decoder_padding_mask": target_mask, "encoder_padding_mask": source_mask}
+        y = layers.TransformerDecoder(INNER, HEADS, dropout=DROPOUT)(y, x, **masks)
     return keras.Model({"source": source, "target": target}, table(y, reverse=True))
+
+
+def inputs():
+    return (keras.Input((None,), dtype="int32", name=name) for name in ("source", "target"))
 
 
 def median_steps(builders, rounds):
     """Seconds of one step of each model, the steps of all alternating."""
-    ids = np.random.default_rng(0).integers(4, VOCABULARY, size=(32, 64)).astype("int32")
+    ids = np.random.default_rng(0).integers(4, VOCABULARY, size=(32, LENGTH)).astype("int32")
     data = {"source": ids, "target": ids}, ids
     models = {}
     for name, build in builders.items():

@@ -1,83 +1,120 @@
 """Learns to translate from a tab-separated file of sentence pairs, and ships it as a SavedModel.
 
-    python examples/translate.py train PAIRS.tsv     # source TAB target a line; results into runs/translate
-    python examples/translate.py translate SENTENCE...
+    python examples/translate.py train PAIRS.tsv           # source TAB target a line; results into runs/translate
+    python examples/translate.py evaluate TEST.tsv         # BLEU, chrF and TER, greedily and with a beam of 4
+    python examples/translate.py translate SENTENCE...     # with the SavedModel, without keras_transformer
+    python examples/translate.py export                    # writes the SavedModel again, of another beam width, say
 
-The last pairs of the file, 1 % and at most 1000, are held out and scored with BLEU and chrF (sacrebleu).
+Pairs to try it on: `examples/libreoffice_pairs.py`. Size of the model, vocabulary, batches and epochs are chosen by the
+number of pairs; the options change them. Killed, `train` goes on where it was when it is run again.
 """
 
 import argparse
+import csv
 import pathlib
+import random
 import sys
 
 MAX_LENGTH = 64  # tokens of a sentence, start or end among them
+SIZES = {  # by the number of pairs, at least: the model, its dropout, pieces of both languages, tokens a batch, epochs
+    0: {"preset": "tiny", "dropout": 0.1, "vocabulary": 4000, "tokens": 1024, "epochs": 16},
+    100_000: {"preset": "small", "dropout": 0.1, "vocabulary": 8000, "tokens": 2048, "epochs": 10},
+    1_000_000: {"preset": "base", "dropout": 0.1, "vocabulary": 32000, "tokens": 8192, "epochs": 5},
+}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=pathlib.Path, default=pathlib.Path("runs/translate"), help="of all results")
     commands = parser.add_subparsers(dest="command", required=True)
-    training = commands.add_parser("train", help="train, evaluate and export")
+    training = commands.add_parser("train", help="train, evaluate, plot and export")
     training.add_argument("pairs", type=pathlib.Path)
-    training.add_argument("--epochs", type=int, default=12)
-    training.add_argument("--vocabulary", type=int, default=4000, help="pieces of both languages together")
+    training.add_argument("--valid", type=pathlib.Path, help="pairs to validate on; else some of PAIRS")
+    training.add_argument("--test", type=pathlib.Path, help="pairs to test on; else some of PAIRS")
+    training.add_argument("--preset", choices=["tiny", "small", "base", "big"], help="the size of the model")
+    training.add_argument("--dropout", type=float)
+    training.add_argument("--vocabulary", type=int, help="pieces of both languages together")
+    training.add_argument("--tokens", type=int, help="positions a batch and side")
+    training.add_argument("--epochs", type=int)
+    training.add_argument("--policy", default="float32", help="mixed_bfloat16 is faster where the processor has it")
     training.add_argument("--seed", type=int, default=1)
+    commands.add_parser("evaluate", help="score on other pairs").add_argument("pairs", type=pathlib.Path)
     commands.add_parser("translate", help="translate sentences").add_argument("sentences", nargs="+")
-    arguments = parser.parse_args()
-    if arguments.command == "translate":
-        translate(arguments.folder, arguments.sentences)
-    else:
-        train(arguments.folder, arguments.pairs, arguments.epochs, arguments.vocabulary, arguments.seed)
+    exporting = commands.add_parser("export", help="write the SavedModel again")
+    exporting.add_argument("--width", type=int, default=4, help="beams")
+    exporting.add_argument("--n", type=int, default=1, help="translations of each sentence")
+    arguments = vars(parser.parse_args())
+    {"train": train, "evaluate": evaluate, "translate": translate, "export": export}[arguments.pop("command")](
+        **arguments
+    )
 
 
-def train(folder, path, epochs, vocabulary, seed):
+def train(folder, pairs, valid, test, policy, seed, **sizes):
     import keras
-    import sacrebleu
 
     import keras_transformer as kt
 
     keras.utils.set_random_seed(seed)
+    keras.config.set_dtype_policy(policy)
     folder.mkdir(parents=True, exist_ok=True)
-    pairs = read_pairs(path)
-    num_test = min(1000, max(1, len(pairs) // 100))
-    pairs, test = pairs[:-num_test], pairs[-num_test:]
-    print(f"{len(pairs)} pairs to train on, {len(test)} held out")
+    pairs, valid, test = parts(pairs, valid, test)
+    defaults = next(sizes for least, sizes in reversed(SIZES.items()) if len(pairs) >= least)
+    sizes = {**defaults, **{name: size for name, size in sizes.items() if size is not None}}
+    print(f"{len(pairs)} pairs to train on, {len(valid)} to validate and {len(test)} to test; {sizes}")
 
-    tokenizer = kt.Tokenizer.train((text for pair in pairs for text in pair), vocabulary, kind="bpe", name="tokenizer")
+    tokenizer = kt.Tokenizer.train(
+        (text for pair in pairs for text in pair), sizes["vocabulary"], kind="bpe", name="tokenizer"
+    )
     batches = kt.pair_batches(
-        pairs, tokenizer, tokenizer, tokens_per_batch=2048, max_length=MAX_LENGTH, shuffle=100_000, seed=seed
+        pairs, tokenizer, tokenizer, sizes["tokens"], max_length=MAX_LENGTH, shuffle=len(pairs), seed=seed
     )
-    test_batches = kt.pair_batches(test, tokenizer, tokenizer, max_length=MAX_LENGTH)
-    model = kt.build_transformer(tokenizer.vocab_size, norm_first=True, **kt.PRESETS["tiny"])
+    valid_batches = kt.pair_batches(valid, tokenizer, tokenizer, max_length=MAX_LENGTH)
+    preset = {**kt.PRESETS[sizes["preset"]], "dropout": sizes["dropout"]}
+    model = kt.build_transformer(tokenizer.vocab_size, norm_first=True, **preset)
     model.summary()
-    steps = epochs * int(batches.cardinality())
-    rate = keras.optimizers.schedules.CosineDecay(
-        0.0, decay_steps=steps - steps // 20, warmup_target=2e-3, warmup_steps=steps // 20
-    )
+    print(f"{len(batches)} batches an epoch, {batches.padding:.1%} padding")
+    steps = sizes["epochs"] * len(batches)
+    warmup = steps // 20
+    highest = 2e-3 * (128 / preset["d_model"]) ** 0.5
+    rate = keras.optimizers.schedules.CosineDecay(0.0, steps - warmup, warmup_target=highest, warmup_steps=warmup)
+    optimizer = keras.optimizers.Adam(rate, beta_2=0.98, epsilon=1e-9)
     model.compile(
-        keras.optimizers.Adam(rate, beta_2=0.98, epsilon=1e-9),
+        optimizer if policy != "mixed_float16" else keras.optimizers.LossScaleOptimizer(optimizer),
         kt.TokenCrossentropy(label_smoothing=0.1),
-        metrics=[kt.Perplexity(), kt.TokenAccuracy()],
-        jit_compile=False,
+        metrics=[kt.TokenLoss(), kt.TokenAccuracy()],
+        jit_compile=False,  # XLA compiles for each length, and is no faster on a CPU
     )
+    greedy = kt.Translator(model, tokenizer, tokenizer, max_length=MAX_LENGTH, width=1)
+    sample = valid[:200]
+    scores = kt.GenerationScores(greedy, [source for source, _ in sample], [target for _, target in sample])
+    resume = kt.Resume(folder / "resume", batches, every=1000)
+    log = folder / "log.csv"
+    log.unlink(missing_ok=True) if not resume.path.exists() else None
     model.fit(
         batches,
-        epochs=epochs,
-        validation_data=test_batches,
-        shuffle=False,
-        callbacks=[keras.callbacks.BackupAndRestore(folder / "backup")],
+        epochs=sizes["epochs"],
+        validation_data=valid_batches,
+        shuffle=False,  # the batches are shuffled already
+        callbacks=[scores, keras.callbacks.CSVLogger(log, append=True), resume],
     )
-
+    plot_curve(log, folder / "learning_curve.png")
     translator = kt.Translator(model, tokenizer, tokenizer, max_length=MAX_LENGTH)
-    translations = translator([source for source, _ in test])
-    references = [target for _, target in test]
-    for (source, target), translation in list(zip(test, translations))[:10]:
-        print(f"\n  {source}\n  {translation}\n  ({target})")
-    print()
-    print(sacrebleu.corpus_bleu(translations, [references]))
-    print(sacrebleu.corpus_chrf(translations, [references]))
     translator.save(folder / "translate.keras")
     translator.export(folder / "saved_model")
+    show_scores(translator, test)
+
+
+def evaluate(folder, pairs):
+    show_scores(load(folder), read_pairs(pairs))
+
+
+def export(folder, width, n):
+    import keras_transformer as kt
+
+    loaded = load(folder)
+    lengths = {"max_length": loaded.max_length, "max_source_length": loaded.max_source_length}
+    tokenizers = loaded.source_tokenizer, loaded.target_tokenizer
+    kt.Translator(loaded.model, *tokenizers, width=width, n=n, **lengths).export(folder / "saved_model")
 
 
 def translate(folder, sentences):
@@ -89,22 +126,87 @@ def translate(folder, sentences):
     if not path.exists():
         sys.exit(f"{path} is not there: run `python examples/translate.py train PAIRS.tsv` first.")
     found = tf.saved_model.load(str(path)).signatures["serving_default"](text=tf.constant(sentences))
-    for text in found["text"].numpy()[:, 0]:
-        print(text.decode())
+    for texts in found["text"].numpy():
+        print("\t".join(text.decode() for text in texts))
+
+
+def load(folder):
+    """The translator that `train` saved."""
+    import keras
+
+    import keras_transformer  # noqa: F401, registers the layers
+
+    path = folder / "translate.keras"
+    if not path.exists():
+        sys.exit(f"{path} is not there: run `python examples/translate.py train PAIRS.tsv` first.")
+    return keras.models.load_model(path)
+
+
+def show_scores(translator, pairs):
+    """Prints BLEU, chrF and TER of all pairs, and ten translations, from the best to the worst."""
+    import sacrebleu
+
+    import keras_transformer as kt
+
+    sources, references = zip(*pairs)
+    lengths = {"max_length": translator.max_length, "max_source_length": translator.max_source_length}
+    tokenizers = translator.source_tokenizer, translator.target_tokenizer
+    for width in (1, 4):
+        translations = kt.Translator(translator.model, *tokenizers, width=width, **lengths)(sources)
+        print(f"\n{'greedy' if width == 1 else f'beam of {width}'}, {len(pairs)} sentences:")
+        for score in (sacrebleu.corpus_bleu, sacrebleu.corpus_chrf, sacrebleu.corpus_ter):
+            print(f"  {score(translations, [references])}")
+    chrf = [sacrebleu.sentence_chrf(text, [reference]).score for text, reference in zip(translations, references)]
+    places = sorted(range(len(pairs)), key=lambda place: -chrf[place])
+    print("\nfrom the best to the worst (source, translation, reference):")
+    for place in places[:: max(1, len(places) // 9)][:10]:
+        print(f"\n  {sources[place]}\n  {translations[place]}\n  ({references[place]})")
+
+
+def plot_curve(log, path):
+    """Losses and scores of each epoch, also of those before an interruption."""
+    import matplotlib.pyplot as plt
+
+    with log.open(encoding="utf-8") as lines:
+        rows = list(csv.DictReader(lines))
+    epochs = [int(row["epoch"]) + 1 for row in rows]
+    figure, (losses, scores) = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
+    for axes, names in ((losses, ("token_loss", "val_token_loss")), (scores, ("val_bleu", "val_chrf"))):
+        for name in names:
+            axes.plot(epochs, [float(row[name]) for row in rows], marker="o", label=name)
+        axes.set(xlabel="epoch")
+        axes.legend()
+    losses.set(ylabel="nats a token")
+    scores.set(ylabel="greedy, 200 sentences")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def parts(pairs, valid, test):
+    """Pairs to train on, to validate and to test; what is not given is held out, 1 % each and at most 1000."""
+    pairs = read_pairs(pairs)
+    random.Random(0).shuffle(pairs)
+    held_out = []
+    for path in (valid, test):
+        if path:
+            held_out.append(read_pairs(path))
+        else:
+            number = min(1000, max(1, len(pairs) // 100))
+            pairs, taken = pairs[:-number], pairs[-number:]
+            held_out.append(taken)
+    if not pairs:
+        sys.exit("At least three pairs are needed: one to train on, one to validate and one to test.")
+    return pairs, *held_out
 
 
 def read_pairs(path):
-    """The file's (source, target) pairs; a line without exactly one tab is an error."""
-    pairs = []
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            fields = line.rstrip("\n").split("\t")
-            if len(fields) != 2:
-                sys.exit(f"{path}, line {number}: a line must be source, tab, target; got {len(fields)} field(s).")
-            pairs.append(tuple(fields))
-    if len(pairs) < 2:
-        sys.exit(f"{path}: at least two pairs are needed, one to train on and one to hold out; got {len(pairs)}.")
-    return pairs
+    """The (source, target) pairs of a file."""
+    import keras_transformer as kt
+
+    try:
+        return list(kt.read_tsv(path))
+    except (FileNotFoundError, ValueError) as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,21 @@
 """Transformer layers for Keras 3: compose them with the functional API, train with `fit`, ship as a SavedModel."""
 
-from keras_transformer.attention import MultiHeadCrossAttention, MultiHeadSelfAttention, dot_product_attention
-from keras_transformer.blocks import DecoderBlock, EncoderBlock, FeedForward
-from keras_transformer.data import pair_batches
+from keras_transformer.attention import dot_product_attention
+from keras_transformer.averaging import average_checkpoints
+from keras_transformer.blocks import DecoderBlock, EncoderBlock
+from keras_transformer.callbacks import GenerationScores
+from keras_transformer.data import pair_batches, text_batches
 from keras_transformer.decoding import beam, greedy, sample
 from keras_transformer.embeddings import TokenEmbedding
+from keras_transformer.feed_forward import FeedForward
 from keras_transformer.generator import Generator
 from keras_transformer.masks import lower_triangular_mask
-from keras_transformer.models import PRESETS, build_language_model, build_transformer
-from keras_transformer.positions import PositionalEncoding
+from keras_transformer.models import PRESETS, build_language_model, build_transformer, loss_model
+from keras_transformer.multi_head import MultiHeadCrossAttention, MultiHeadSelfAttention
+from keras_transformer.positions import PositionalEncoding, SegmentIds
+from keras_transformer.resume import Resume
 from keras_transformer.scopes import AttentionMaps, DecodingScope
+from keras_transformer.sources import mix, read_lines, read_parallel, read_records, read_tsv
 from keras_transformer.text import TextGenerator, Translator
 from keras_transformer.tokenizer import Tokenizer
 from keras_transformer.training import Perplexity, TokenAccuracy, TokenCrossentropy, TokenLoss, WarmupInverseSqrt
@@ -20,26 +26,37 @@ __all__ = [
     "DecodingScope",
     "EncoderBlock",
     "FeedForward",
+    "GenerationScores",
     "Generator",
     "MultiHeadCrossAttention",
     "MultiHeadSelfAttention",
     "PRESETS",
     "Perplexity",
     "PositionalEncoding",
+    "Resume",
+    "SegmentIds",
+    "TextGenerator",
     "TokenAccuracy",
     "TokenCrossentropy",
     "TokenEmbedding",
     "TokenLoss",
-    "TextGenerator",
     "Tokenizer",
     "Translator",
     "WarmupInverseSqrt",
+    "average_checkpoints",
     "beam",
     "build_language_model",
     "build_transformer",
     "dot_product_attention",
     "greedy",
+    "loss_model",
     "lower_triangular_mask",
+    "mix",
     "pair_batches",
+    "read_lines",
+    "read_parallel",
+    "read_records",
+    "read_tsv",
     "sample",
+    "text_batches",
 ]

@@ -8,85 +8,10 @@ import inspect
 import keras
 from keras.src.backend import set_keras_mask
 
-from keras_transformer.attention import MultiHeadCrossAttention, MultiHeadSelfAttention, project
 from keras_transformer.checks import check_activation, check_count, check_options, check_rate, check_vectors
+from keras_transformer.feed_forward import FeedForward
 from keras_transformer.masks import padding_of
-
-
-@keras.saving.register_keras_serializable(package="keras_transformer")
-class FeedForward(keras.layers.Layer):
-    """Two dense layers with an activation between, the same at every position: `W2 activation(W1 x)`.
-
-    Vaswani et al. 2017, https://arxiv.org/abs/1706.03762, section 3.3; gated: Shazeer 2020,
-    https://arxiv.org/abs/2002.05202. The output has the width of the input, whose Keras mask is passed on.
-
-    Args:
-        intermediate_dim: int, width between the two layers.
-        activation: str, name of a Keras activation.
-        gated: bool, whether the activation is multiplied by a third projection of `x` (with `"gelu"` GEGLU, with
-            `"silu"` SwiGLU).
-        dropout: float in [0, 1), dropout between the two layers.
-        use_bias: bool, whether the dense layers have biases.
-
-    Call arguments:
-        x: float tensor `[B, T, D]`.
-        training: bool, whether dropout acts.
-
-    Returns:
-        float tensor `[B, T, D]`.
-
-    Raises:
-        ValueError: on sizes below 1, a rate outside [0, 1) or an activation that Keras does not know.
-
-    Example:
-    ```python
-    import keras
-    import keras_transformer as kt
-    y = kt.FeedForward(intermediate_dim=64, activation="silu", gated=True)(keras.ops.ones((2, 3, 16)))
-    assert y.shape == (2, 3, 16)
-    ```
-    """
-
-    def __init__(
-        self,
-        intermediate_dim: int,
-        activation: str = "relu",
-        gated: bool = False,
-        dropout: float = 0.0,
-        use_bias: bool = True,
-        **kwargs,
-    ):
-        super().__init__(**kwargs)
-        self.intermediate_dim = check_count("intermediate_dim", intermediate_dim)
-        self.activation = check_activation(activation)
-        self.gated = bool(gated)
-        self.dropout = check_rate("dropout", dropout)
-        self.use_bias = bool(use_bias)
-        self.supports_masking = True
-
-    def build(self, input_shape):
-        self.inner = self._dense(self.intermediate_dim, input_shape, "inner")
-        if self.gated:
-            self.gate = self._dense(self.intermediate_dim, input_shape, "gate")
-        inner_shape = (*input_shape[:-1], self.intermediate_dim)
-        self.output_projection = self._dense(input_shape[-1], inner_shape, "output")
-        self.dropout_layer = keras.layers.Dropout(self.dropout, dtype=self.dtype_policy)
-
-    def _dense(self, features, shape, name):
-        dense = keras.layers.Dense(features, use_bias=self.use_bias, dtype=self.dtype_policy, name=name)
-        dense.build(shape)
-        return dense
-
-    def call(self, x, training=None):
-        check_vectors("x", x)
-        hidden = keras.activations.get(self.activation)(project(self.inner, x))  # [B, T, intermediate_dim]
-        if self.gated:
-            hidden = hidden * project(self.gate, x)
-        return project(self.output_projection, self.dropout_layer(hidden, training=training))
-
-    def get_config(self):
-        names = ("intermediate_dim", "activation", "gated", "dropout", "use_bias")
-        return {**super().get_config(), **{name: getattr(self, name) for name in names}}
+from keras_transformer.multi_head import MultiHeadCrossAttention, MultiHeadSelfAttention
 
 
 class _Block(keras.layers.Layer):
@@ -183,6 +108,8 @@ class EncoderBlock(_Block):
         padding_mask: bool or integer tensor `[B, T]`, non-zero for real tokens.
         attention_mask: bool or integer tensor, non-zero where a query may look: `[T, T]`, `[B, T, T]`,
             `[B, 1, T, T]` or `[B, N, T, T]`.
+        segment_ids: integer tensor `[B, T]` where a row is packed of several sequences: the number of each token's; a
+            token looks at its own only.
         training: bool, whether dropout acts.
 
     Returns:
@@ -209,13 +136,13 @@ class EncoderBlock(_Block):
         self._build_attention("self_attention", MultiHeadSelfAttention, input_shape)
         self._build_feed_forward(input_shape)
 
-    def call(self, x, padding_mask=None, attention_mask=None, training=None):
+    def call(self, x, padding_mask=None, attention_mask=None, segment_ids=None, training=None):
         check_vectors("x", x)
         padding_mask = padding_of(x, padding_mask, "padding_mask")
         x = self._residual(
             "self_attention",
             x,
-            lambda y: self.self_attention(y, padding_mask, attention_mask, training=training),
+            lambda y: self.self_attention(y, padding_mask, attention_mask, segment_ids, training=training),
             training,
         )
         x = self._residual("feed_forward", x, lambda y: self.feed_forward_layer(y, training=training), training)
@@ -242,6 +169,8 @@ class DecoderBlock(_Block):
         context_padding_mask: bool or integer tensor `[B, S]`, non-zero for real tokens of the context.
         attention_mask: bool or integer tensor, non-zero where a query of the self-attention may look, beside the lower
             triangle: `[T, T]`, `[B, T, T]`, `[B, 1, T, T]` or `[B, N, T, T]`.
+        segment_ids, context_segment_ids: integer tensors `[B, T]` and `[B, S]` where rows are packed of several pairs:
+            a token looks at the segments of its own number only.
         training: bool, whether dropout acts.
 
     Returns:
@@ -265,7 +194,17 @@ class DecoderBlock(_Block):
             self._build_attention("cross_attention", MultiHeadCrossAttention, x_shape, context_shape)
         self._build_feed_forward(x_shape)
 
-    def call(self, x, context=None, padding_mask=None, context_padding_mask=None, attention_mask=None, training=None):
+    def call(
+        self,
+        x,
+        context=None,
+        padding_mask=None,
+        context_padding_mask=None,
+        attention_mask=None,
+        segment_ids=None,
+        context_segment_ids=None,
+        training=None,
+    ):
         check_vectors("x", x)
         has_context = hasattr(self, "cross_attention")
         if has_context != (context is not None):
@@ -275,14 +214,21 @@ class DecoderBlock(_Block):
         x = self._residual(
             "self_attention",
             x,
-            lambda y: self.self_attention(y, padding_mask, attention_mask, training=training),
+            lambda y: self.self_attention(y, padding_mask, attention_mask, segment_ids, training=training),
             training,
         )
         if has_context:
             x = self._residual(
                 "cross_attention",
                 x,
-                lambda y: self.cross_attention(y, context, context_padding_mask, training=training),
+                lambda y: self.cross_attention(
+                    y,
+                    context,
+                    context_padding_mask,
+                    segment_ids=segment_ids,
+                    context_segment_ids=context_segment_ids,
+                    training=training,
+                ),
                 training,
             )
         x = self._residual("feed_forward", x, lambda y: self.feed_forward_layer(y, training=training), training)

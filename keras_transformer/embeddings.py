@@ -8,7 +8,8 @@ import math
 import keras
 from keras import ops
 
-from keras_transformer.checks import check_count
+from keras_transformer.checks import check_count, check_vectors
+from keras_transformer.crossentropy import linear_crossentropy
 
 
 @keras.saving.register_keras_serializable(package="keras_transformer")
@@ -31,9 +32,13 @@ class TokenEmbedding(keras.layers.ReversibleEmbedding):
     Call arguments:
         x: integer tensor `[B, T]` with values in `[0, V)`; in reverse, float tensor `[B, T, D]`.
         reverse: bool, whether to map vectors to logits.
+        labels: integer tensor `[B, T]`: vectors are mapped to the cross-entropy of these labels, a block of tokens at a
+            time, without holding all logits (`linear_crossentropy`). Ids outside `[0, V)` count as 0.
+        label_smoothing: float in [0, 1), weight of the uniform distribution over the vocabulary in training.
+        training: bool, whether labels are smoothed.
 
     Returns:
-        float tensor `[B, T, D]`; in reverse `[B, T, V]`.
+        float tensor `[B, T, D]`; in reverse `[B, T, V]`; with labels float32 `[B, T]`.
 
     Raises:
         ValueError: on sizes below 1 and on ids that are not integers.
@@ -55,7 +60,9 @@ class TokenEmbedding(keras.layers.ReversibleEmbedding):
         super().__init__(vocab_size, d_model, mask_zero=mask_zero, **kwargs)
         self.supports_masking = True  # in reverse it passes the mask of the vectors on
 
-    def call(self, x, reverse=False):
+    def call(self, x, reverse=False, labels=None, label_smoothing=0.0, training=None):
+        if labels is not None:
+            return self._crossentropy(x, labels, label_smoothing if training else 0.0)
         if reverse:
             return self._logits(x)
         dtype = keras.backend.standardize_dtype(x.dtype)
@@ -72,15 +79,37 @@ class TokenEmbedding(keras.layers.ReversibleEmbedding):
 
     def _logits(self, x):
         dtype = self.reverse_dtype or self.compute_dtype
-        kernel = ops.transpose(self.embeddings) if self.tie_weights else self.reverse_embeddings
         flat = ops.reshape(ops.cast(x, dtype), (-1, self.output_dim))  # one product of all rows, as `project`
-        logits = ops.reshape(ops.matmul(flat, ops.cast(kernel, dtype)), (*ops.shape(x)[:-1], self.input_dim))
+        logits = ops.reshape(ops.matmul(flat, ops.cast(self._kernel(), dtype)), (*ops.shape(x)[:-1], self.input_dim))
         cap = self.logit_soft_cap
         return logits if cap is None else ops.tanh(logits / cap) * cap
+
+    def _crossentropy(self, x, labels, label_smoothing):
+        check_vectors("x", x)
+        if self.logit_soft_cap is not None:
+            raise ValueError(f"Labels are for a layer without `logit_soft_cap`; got {self.logit_soft_cap}.")
+        dtype = self.reverse_dtype or self.compute_dtype
+        labels = ops.cast(labels, "int32")
+        known = ops.logical_and(labels >= 0, labels < self.input_dim)
+        losses = linear_crossentropy(
+            ops.reshape(ops.cast(x, dtype), (-1, self.output_dim)),
+            ops.cast(self._kernel(), dtype),
+            ops.reshape(ops.where(known, labels, 0), (-1,)),
+            label_smoothing,
+        )
+        return ops.reshape(losses, ops.shape(labels))
+
+    def _kernel(self):
+        return ops.transpose(self.embeddings) if self.tie_weights else self.reverse_embeddings  # [D, V]
 
     def quantized_call(self, x, reverse=False):
         y = super().quantized_call(x, reverse=reverse)
         return y if reverse else y * math.sqrt(self.output_dim)
+
+    def compute_output_spec(self, x, reverse=False, labels=None, label_smoothing=0.0, training=None):
+        if labels is not None:
+            return keras.KerasTensor(labels.shape, dtype="float32")
+        return super().compute_output_spec(x, reverse=reverse)
 
     def compute_mask(self, x, previous_mask=None):
         is_ids = keras.backend.is_int_dtype(x.dtype)

@@ -7,6 +7,8 @@ import keras
 from keras import ops
 from keras.src.backend import get_keras_mask  # Keras has no public way to read the mask that travels with a tensor
 
+from keras_transformer.checks import check_segments
+
 
 def lower_triangular_mask(num_queries, num_keys=None):
     """Which keys each query of a decoder may look at: those at its own position and before.
@@ -89,3 +91,24 @@ def keys_mask(x, padding_mask, name):
     """Hides the padding of `x` from every query: bool `[B, 1, 1, S]` or None."""
     mask = padding_of(x, padding_mask, name)
     return None if mask is None else mask[:, None, None]
+
+
+def segments_mask(query_segments, key_segments, queries, keys):
+    """Lets each query look at the keys of its own segment of a packed row.
+
+    Args:
+        query_segments: integer tensor `[B, T]`, the number of the segment that each query belongs to; or None.
+        key_segments: integer tensor `[B, S]`, the same of each key; or None.
+        queries: int or None, `T` if it is known.
+        keys: int or None, `S` if it is known.
+
+    Returns:
+        bool `[B, 1, T, S]`, or None if there are no segments.
+    """
+    if query_segments is None and key_segments is None:
+        return None
+    if query_segments is None or key_segments is None:
+        raise ValueError("Segments must be given for queries and keys, or for neither; got those of one.")
+    check_segments("segment_ids", query_segments, queries)
+    check_segments("context_segment_ids", key_segments, keys)
+    return ops.equal(query_segments[:, :, None], key_segments[:, None])[:, None]

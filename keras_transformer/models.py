@@ -7,16 +7,18 @@ import keras
 from keras import ops
 
 from keras_transformer.blocks import DecoderBlock, EncoderBlock
-from keras_transformer.checks import check_count
+from keras_transformer.checks import check_count, check_rate
 from keras_transformer.embeddings import TokenEmbedding
-from keras_transformer.positions import PositionalEncoding
+from keras_transformer.positions import PositionalEncoding, SegmentIds
 
 PRESETS = {
     "tiny": {"d_model": 128, "num_layers": 2, "num_heads": 4, "intermediate_dim": 512, "dropout": 0.1},
+    "small": {"d_model": 256, "num_layers": 3, "num_heads": 4, "intermediate_dim": 1024, "dropout": 0.1},
     "base": {"d_model": 512, "num_layers": 6, "num_heads": 8, "intermediate_dim": 2048, "dropout": 0.1},
     "big": {"d_model": 1024, "num_layers": 6, "num_heads": 16, "intermediate_dim": 4096, "dropout": 0.3},
 }
-"""Sizes as keyword arguments of the builders: "base" and "big" are the paper's (its table 3), "tiny" is for a CPU."""
+"""Sizes as keyword arguments of the builders: "base" and "big" are the paper's (its table 3), "tiny" and "small"
+are for a CPU."""
 
 
 def build_transformer(
@@ -28,6 +30,7 @@ def build_transformer(
     intermediate_dim: int = 2048,
     dropout: float = 0.1,
     tie_embeddings: str | None = None,
+    packed: bool = False,
     name: str = "transformer",
     **block,
 ) -> keras.Model:
@@ -36,7 +39,8 @@ def build_transformer(
     Vaswani et al. 2017, https://arxiv.org/abs/1706.03762. `target` is the decoder's input, the labels shifted right
     (`keras_transformer.pair_batches` does it). Id 0 is padding. `model.get_layer("encoder")` maps
     `[vectors, padding_mask]` to memory and `model.get_layer("decoder")` maps
-    `[vectors, padding_mask, memory, memory_padding_mask]` to vectors; both are functional models too.
+    `[vectors, padding_mask, memory, memory_padding_mask]` to vectors; both are functional models too (of packed rows,
+    each padding mask is followed by segment numbers).
 
     Args:
         vocab_size: int, source vocabulary.
@@ -48,6 +52,9 @@ def build_transformer(
         dropout: float in [0, 1), dropout on sublayer outputs and on embeddings with positions.
         tie_embeddings: `"all"` shares one table among source, target and logits (the paper's section 3.4), `"target"`
             between target and logits, `"none"` nothing. None for `"all"` with one vocabulary, `"target"` with two.
+        packed: bool, whether a row may hold several pairs (`pair_batches(..., packed=True)`) that do not see each
+            other: each source ends with id 3, each target starts with id 2. Rows of one pair give what they give
+            without it.
         name: str, the model's name.
         **block: further arguments of `EncoderBlock` and `DecoderBlock`: `activation`, `norm_first`, `use_bias`,
             `epsilon`, `attention`, `feed_forward`.
@@ -90,11 +97,12 @@ def build_transformer(
         target_embedding = TokenEmbedding(
             target_vocab_size, d_model, mask_zero=False, tie_weights=tie_embeddings == "target", name="target_embedding"
         )
-    source_mask, target_mask = ops.not_equal(source, 0), ops.not_equal(target, 0)
-    x = PositionalEncoding(dropout=dropout, name="source_positions")(source_embedding(source))
-    memory = _encoder(d_model, num_layers, **block)([x, source_mask])
-    y = PositionalEncoding(dropout=dropout, name="target_positions")(target_embedding(target))
-    y = _decoder(d_model, num_layers, **block)([y, target_mask, memory, source_mask])
+    source_rows = _rows(source, SegmentIds(end_id=3, name="source_segments") if packed else None)
+    target_rows = _rows(target, SegmentIds(start_id=2, name="target_segments") if packed else None)
+    x = PositionalEncoding(dropout=dropout, name="source_positions")(source_embedding(source), *source_rows[1:])
+    memory = _encoder(d_model, num_layers, packed, **block)([x, *source_rows])
+    y = PositionalEncoding(dropout=dropout, name="target_positions")(target_embedding(target), *target_rows[1:])
+    y = _decoder(d_model, num_layers, packed, **block)([y, *target_rows, memory, *source_rows])
     logits = target_embedding(y, reverse=True)
     return keras.Model({"source": source, "target": target}, logits, name=name)
 
@@ -107,18 +115,21 @@ def build_language_model(
     intermediate_dim: int = 2048,
     dropout: float = 0.1,
     tie_embeddings: bool = True,
+    packed: bool = False,
     name: str = "language_model",
     **block,
 ) -> keras.Model:
     """A decoder-only Transformer: `tokens` ids [B, T] -> logits [B, T, V] of each next token.
 
     Radford et al. 2018, "Improving Language Understanding by Generative Pre-Training" (GPT), with the sinusoids of
-    Vaswani et al. 2017. Id 0 is padding. `model.get_layer("decoder")` maps `[vectors, padding_mask]` to vectors.
+    Vaswani et al. 2017. Id 0 is padding. `model.get_layer("decoder")` maps `[vectors, padding_mask]` to vectors (of
+    packed rows, `[vectors, padding_mask, segments]`).
 
     Args:
         vocab_size: int, vocabulary.
         d_model, num_layers, num_heads, intermediate_dim, dropout, name, **block: as `build_transformer`.
         tie_embeddings: bool, whether one table serves tokens and logits.
+        packed: bool, whether a row may hold several texts, each starting with id 2, which then do not see each other.
 
     Returns:
         An uncompiled functional `keras.Model`.
@@ -140,39 +151,94 @@ def build_language_model(
     block = {"num_heads": num_heads, "intermediate_dim": intermediate_dim, "dropout": dropout, **block}
     tokens = keras.Input((None,), dtype="int32", name="tokens")
     embedding = TokenEmbedding(vocab_size, d_model, mask_zero=False, tie_weights=bool(tie_embeddings), name="embedding")
-    x = PositionalEncoding(dropout=dropout, name="positions")(embedding(tokens))
-    x = _decoder(embedding.output_dim, num_layers, with_memory=False, **block)([x, ops.not_equal(tokens, 0)])
+    rows = _rows(tokens, SegmentIds(start_id=2, name="segments") if packed else None)
+    x = PositionalEncoding(dropout=dropout, name="positions")(embedding(tokens), *rows[1:])
+    x = _decoder(embedding.output_dim, num_layers, packed, with_memory=False, **block)([x, *rows])
     return keras.Model(tokens, embedding(x, reverse=True), name=name)
 
 
-def _encoder(d_model, num_layers, **block):
-    vectors, padding_mask = _vectors_and_mask(d_model, "vectors", "padding_mask")
-    x = vectors
+def loss_model(model: keras.Model, label_smoothing: float = 0.0) -> keras.Model:
+    """A model to train with a large vocabulary: the logits of all tokens are never held at once.
+
+    It has the layers and weights of `model`, an input more, `labels`, and the cross-entropy of each of them as output:
+    `{inputs..., "labels": ids [B, T]} -> float32 [B, T]`. See `TokenEmbedding`'s `labels`. Train it with
+    `TokenCrossentropy` (its own smoothing left at 0), then save and use `model`.
+
+    Args:
+        model: functional `keras.Model` whose output is `TokenEmbedding(...)(vectors, reverse=True)`, as the builders'.
+        label_smoothing: float in [0, 1), in training; what is evaluated is not smoothed.
+
+    Returns:
+        An uncompiled functional `keras.Model`.
+
+    Raises:
+        ValueError: if the logits of `model` are no `TokenEmbedding`'s.
+
+    Example:
+    ```python
+    import keras
+    import numpy as np
+    import keras_transformer as kt
+    model = kt.build_language_model(vocab_size=100, **kt.PRESETS["tiny"])
+    trained = kt.loss_model(model, label_smoothing=0.1)
+    trained.compile(keras.optimizers.Adam(1e-3), kt.TokenCrossentropy(), metrics=[kt.TokenLoss()], jit_compile=False)
+    tokens, labels = np.array([[2, 7, 8]]), np.array([[7, 8, 3]])
+    trained.fit({"tokens": tokens, "labels": labels}, labels, verbose=0)
+    ```
+    """
+    layer, node_index, _ = model.outputs[0]._keras_history
+    vectors = layer._inbound_nodes[node_index].input_tensors[0]
+    is_reverse = isinstance(layer, TokenEmbedding) and keras.backend.is_float_dtype(vectors.dtype)
+    if not is_reverse or len(model.outputs) != 1:
+        raise ValueError(f"The one output must be the logits of a `TokenEmbedding`; got that of {layer.name!r}.")
+    label_smoothing = check_rate("label_smoothing", label_smoothing)
+    labels = keras.Input((None,), dtype="int32", name="labels")
+    losses = layer(vectors, labels=labels, label_smoothing=label_smoothing)
+    inputs = {**{tensor.name: tensor for tensor in model.inputs}, "labels": labels}
+    return keras.Model(inputs, losses, name=f"{model.name}_loss")
+
+
+def _rows(ids, segments):
+    """What blocks must know of rows of ids: their padding mask and, if they are packed, the segment numbers."""
+    return [ops.not_equal(ids, 0), *([] if segments is None else [segments(ids)])]
+
+
+def _encoder(d_model, num_layers, packed, **block):
+    x, padding_mask, segments = inputs = _vectors_and_rows(d_model, packed)
     for i in range(num_layers):
-        x = EncoderBlock(**block, name=f"encoder_block_{i + 1}")(x, padding_mask=padding_mask)
+        x = EncoderBlock(**block, name=f"encoder_block_{i + 1}")(x, padding_mask=padding_mask, segment_ids=segments)
     x = _final_norm(x, "encoder_norm", **block)
     memory = ops.copy(x)  # without the mask that travels with x: Keras warns where one is given to a nested model
-    return keras.Model([vectors, padding_mask], memory, name="encoder")
+    return keras.Model([tensor for tensor in inputs if tensor is not None], memory, name="encoder")
 
 
-def _decoder(d_model, num_layers, with_memory=True, **block):
-    vectors, padding_mask = inputs = _vectors_and_mask(d_model, "vectors", "padding_mask")
-    memory, memory_mask = None, None
+def _decoder(d_model, num_layers, packed, with_memory=True, **block):
+    x, padding_mask, segments = inputs = _vectors_and_rows(d_model, packed)
+    memory = memory_mask = memory_segments = None
     if with_memory:
-        memory, memory_mask = _vectors_and_mask(d_model, "memory", "memory_padding_mask")
-        inputs = [*inputs, memory, memory_mask]
-    x = vectors
+        memory, memory_mask, memory_segments = _vectors_and_rows(d_model, packed, "memory", "memory_")
+        inputs = [*inputs, memory, memory_mask, memory_segments]
     for i in range(num_layers):
         x = DecoderBlock(**block, name=f"decoder_block_{i + 1}")(
-            x, memory, padding_mask=padding_mask, context_padding_mask=memory_mask
+            x,
+            memory,
+            padding_mask=padding_mask,
+            context_padding_mask=memory_mask,
+            segment_ids=segments,
+            context_segment_ids=memory_segments,
         )
     x = _final_norm(x, "decoder_norm", **block)
-    return keras.Model(list(inputs), ops.copy(x), name="decoder")
+    return keras.Model([tensor for tensor in inputs if tensor is not None], ops.copy(x), name="decoder")
 
 
-def _vectors_and_mask(width, vectors, mask):
+def _vectors_and_rows(width, packed, vectors="vectors", prefix=""):
+    """Inputs of a nested model: vectors, their padding mask, their segments or None."""
     dtype = keras.config.dtype_policy().compute_dtype
-    return keras.Input((None, width), dtype=dtype, name=vectors), keras.Input((None,), dtype="bool", name=mask)
+    return (
+        keras.Input((None, width), dtype=dtype, name=vectors),
+        keras.Input((None,), dtype="bool", name=f"{prefix}padding_mask"),
+        keras.Input((None,), dtype="int32", name=f"{prefix}segments") if packed else None,
+    )
 
 
 def _final_norm(x, name, norm_first=False, epsilon=1e-6, **_):

@@ -1,4 +1,4 @@
-"""Where a token stands: the sinusoids of "Attention Is All You Need", section 3.5.
+"""Where a token stands: the sinusoids of "Attention Is All You Need", section 3.5, and the segments of packed rows.
 
 Letters: `B` batch, `T` tokens, `D` width.
 """
@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_transformer.checks import check_rate, check_vectors
+from keras_transformer.checks import check_rate, check_segments, check_vectors
 from keras_transformer.scopes import DecodingScope
 
 
@@ -42,6 +42,86 @@ def sinusoid(positions, width: int, max_wavelength: float = 10000, layout: str =
     return ops.reshape(columns, (*ops.shape(angle)[:-1], 2 * pairs))[..., :width]
 
 
+def positions_within(segment_ids):
+    """Positions that start anew at each segment of a packed row.
+
+    Args:
+        segment_ids: integer tensor `[B, T]`, the number of each token's segment; a segment's tokens stand together.
+
+    Returns:
+        int32 tensor `[B, T]`, from 0 in each segment.
+    """
+    rows, length = ops.shape(segment_ids)
+    is_first = ops.pad(segment_ids[:, 1:] != segment_ids[:, :-1], [[0, 0], [1, 0]], constant_values=True)
+    is_first = is_first[:, :length]  # of no tokens too
+    run = ops.cumsum(ops.cast(is_first, "int32"), axis=1) - 1  # [B, T], which run of equal numbers, from 0
+    run = ops.reshape(run + ops.arange(rows, dtype="int32")[:, None] * length, (-1,))
+    lengths = ops.segment_sum(ops.ones_like(run), run, num_segments=rows * length)
+    lengths = ops.reshape(lengths, (rows, length))  # of each run
+    starts = ops.reshape(ops.cumsum(lengths, axis=1) - lengths, (-1,))
+    return ops.arange(length, dtype="int32") - ops.reshape(ops.take(starts, run), (rows, length))
+
+
+@keras.saving.register_keras_serializable(package="keras_transformer")
+class SegmentIds(keras.layers.Layer):
+    """Numbers the sequences that are packed into one row: 1, 2, ... for their tokens, 0 for padding.
+
+    They are told apart by the token that each begins with (`start_id`, as a decoder's inputs do) or ends with
+    (`end_id`, as sources do); so an ordinary row is one segment. In a `DecodingScope` what is written is one segment.
+    The numbers are what `PositionalEncoding` and the blocks take as `segment_ids`. Packing with separate segments:
+    Krell et al. 2021, https://arxiv.org/abs/2107.02027.
+
+    Args:
+        start_id: int, the first token of each sequence; or None.
+        end_id: int, the last token of each sequence; or None.
+        pad_id: int, padding.
+
+    Call arguments:
+        ids: integer tensor `[B, T]`.
+
+    Returns:
+        int32 tensor `[B, T]`.
+
+    Raises:
+        ValueError: unless one of `start_id` and `end_id` is given; on ids that are not integers `[B, T]`.
+
+    Example:
+    ```python
+    import numpy as np
+    import keras_transformer as kt
+    segments = kt.SegmentIds(start_id=2)(np.array([[2, 7, 8, 2, 9, 0]]))
+    assert np.array(segments).tolist() == [[1, 1, 1, 2, 2, 0]]
+    segments = kt.SegmentIds(end_id=3)(np.array([[7, 8, 3, 9, 3, 0]]))
+    assert np.array(segments).tolist() == [[1, 1, 1, 2, 2, 0]]
+    ```
+    """
+
+    def __init__(self, start_id: int | None = None, end_id: int | None = None, pad_id: int = 0, **kwargs):
+        super().__init__(**kwargs)
+        if (start_id is None) == (end_id is None):
+            raise ValueError(f"One of `start_id` and `end_id` must be given; got {start_id!r} and {end_id!r}.")
+        self.start_id = None if start_id is None else int(start_id)
+        self.end_id = None if end_id is None else int(end_id)
+        self.pad_id = int(pad_id)
+        self.built = True
+
+    def call(self, ids):
+        check_segments("ids", ids, None)
+        real = ops.cast(ids != self.pad_id, "int32")
+        if DecodingScope.current() is not None:
+            return real
+        edge = ops.cast(ids == (self.end_id if self.start_id is None else self.start_id), "int32")
+        number = ops.cumsum(edge, axis=1)
+        # what is not ended, or stands before the first start, is a segment too
+        if self.start_id is None:
+            return (number + 1 - edge) * real
+        is_before = ops.any(ops.logical_and(number == 0, real == 1), axis=1, keepdims=True)
+        return (number + ops.cast(is_before, "int32")) * real
+
+    def get_config(self):
+        return {**super().get_config(), "start_id": self.start_id, "end_id": self.end_id, "pad_id": self.pad_id}
+
+
 @keras.saving.register_keras_serializable(package="keras_transformer")
 class PositionalEncoding(keras.layers.Layer):
     """Adds the sinusoidal position of each token to its vector: `x + encoding`.
@@ -57,6 +137,8 @@ class PositionalEncoding(keras.layers.Layer):
 
     Call arguments:
         x: float tensor `[B, T, D]`, token embeddings, already scaled (`TokenEmbedding` does it).
+        segment_ids: integer tensor `[B, T]` where a row is packed of several sequences, as of `SegmentIds`: positions
+            start anew in each.
         training: bool, whether dropout acts.
 
     Returns:
@@ -90,11 +172,18 @@ class PositionalEncoding(keras.layers.Layer):
     def build(self, input_shape):
         self.dropout_layer = keras.layers.Dropout(self.dropout, dtype=self.dtype_policy)
 
-    def call(self, x, training=None):
+    def call(self, x, segment_ids=None, training=None):
         check_vectors("x", x)
         scope = DecodingScope.current()
         num_tokens = ops.shape(x)[1]
-        positions = ops.arange(num_tokens, dtype="int32")[None] if scope is None else scope.positions(num_tokens)
+        if segment_ids is not None:
+            check_segments("segment_ids", segment_ids, x.shape[1])
+        if scope is not None:  # what is written is one segment
+            positions = scope.positions(num_tokens)
+        elif segment_ids is not None:
+            positions = positions_within(segment_ids)
+        else:
+            positions = ops.arange(num_tokens, dtype="int32")[None]
         encoding = sinusoid(positions, x.shape[-1], self.max_wavelength, self.layout)  # [1 or B, T, D]
         return self.dropout_layer(x + ops.cast(encoding, x.dtype), training=training)
 

@@ -8,45 +8,9 @@ from keras import ops
 from keras.src.losses.loss import scale_loss_for_distribution  # what Keras's own means do; 1 without replicas
 
 from keras_transformer.checks import check_count
+from keras_transformer.crossentropy import check_tokens, token_losses
 
 register = keras.saving.register_keras_serializable(package="keras_transformer")
-
-
-def token_losses(labels, logits, label_smoothing=0.0, pad_id=0):
-    """Cross-entropy of each token, in float32.
-
-    With smoothing the target distribution is `(1 - label_smoothing) one_hot(label) + label_smoothing / V` (Szegedy et
-    al. 2016, https://arxiv.org/abs/1512.00567).
-
-    Args:
-        labels: integer tensor `[B, T]`.
-        logits: float tensor `[B, T, V]`.
-        label_smoothing: float in [0, 1).
-        pad_id: int, the label of padding, also outside `[0, V)`.
-
-    Returns:
-        (losses float32 `[B, T]`, 0 at padding; real float32 `[B, T]`, 1 at real tokens and 0 at padding).
-    """
-    check_tokens(labels, logits)
-    logits = ops.cast(logits, "float32")
-    is_real = ops.not_equal(labels, pad_id)
-    real = ops.cast(is_real, "float32")
-    labels = ops.cast(ops.where(is_real, labels, 0), "int32")
-    losses = ops.sparse_categorical_crossentropy(labels, logits, from_logits=True)
-    if label_smoothing:
-        uniform = ops.logsumexp(logits, axis=-1) - ops.mean(logits, axis=-1)  # cross-entropy against 1 / V
-        losses = (1 - label_smoothing) * losses + label_smoothing * uniform
-    return losses * real, real
-
-
-def check_tokens(labels, logits):
-    """Refuses shapes that do not fit each other, which would broadcast."""
-    shapes = tuple(labels.shape), tuple(logits.shape)
-    fit = len(shapes[0]) == 2 and len(shapes[1]) == 3
-    if not fit or any(None not in sizes and sizes[0] != sizes[1] for sizes in zip(*shapes)):
-        raise ValueError(
-            f"Labels must be token ids [B, T] and predictions logits [B, T, V]; got shapes {shapes[0]} and {shapes[1]}."
-        )
 
 
 def _weighted(real, sample_weight):
@@ -78,7 +42,8 @@ class TokenCrossentropy(keras.losses.Loss):
 
     Call arguments:
         y_true: integer tensor `[B, T]`, labels.
-        y_pred: float tensor `[B, T, V]`, logits of any float dtype; computed in float32.
+        y_pred: float tensor `[B, T, V]`, logits of any float dtype; computed in float32. Or `[B, T]`, cross-entropies
+            already, as a `loss_model` gives them; these are averaged as they are.
         sample_weight: float tensor `[B]` or `[B, T]`.
 
     Returns:
@@ -212,7 +177,7 @@ class TokenAccuracy(_TokenMean):
     default_name = "token_accuracy"
 
     def values(self, labels, logits):
-        check_tokens(labels, logits)
+        check_tokens(labels, logits, ranks=(3,))
         hits = ops.equal(ops.cast(ops.argmax(logits, axis=-1), labels.dtype), labels)
         return ops.cast(hits, "float32"), ops.cast(ops.not_equal(labels, self.pad_id), "float32")
 

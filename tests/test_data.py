@@ -1,6 +1,7 @@
-"""Batches of pairs: nothing is lost or doubled, shapes are few, and memory stays flat."""
+"""Batches of pairs and texts: nothing is lost or doubled, little is padding, shapes are few, and memory stays flat."""
 
 import collections
+import itertools
 import json
 import logging
 import os
@@ -11,11 +12,14 @@ import textwrap
 import keras
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import keras_transformer as kt
-from keras_transformer.data import CHUNK, length_buckets
+from keras_transformer.batches import best_buckets
+from keras_transformer.data import CHUNK
+
+tf = pytest.importorskip("tensorflow")
 
 WORDS = [f"w{i}" for i in range(50)]
 
@@ -35,16 +39,37 @@ def word_pairs(number, longest=12, seed=0):
     return [(text(), text()) for _ in range(number)]
 
 
+def sides(batch):
+    """(source ids, target ids, labels) of a batch of pairs; (tokens, labels) of one of texts."""
+    inputs, labels = batch
+    return (inputs["source"], inputs["target"], labels) if isinstance(inputs, dict) else (inputs, labels)
+
+
 def rows(dataset):
-    """(source ids, target ids, labels) of each row, without padding."""
-    for inputs, labels in dataset.as_numpy_iterator():
-        for row in zip(inputs["source"], inputs["target"], labels):
+    """`sides` of each row, without padding."""
+    for batch in dataset.as_numpy_iterator():
+        for row in zip(*sides(batch)):
             yield tuple(tuple(int(i) for i in side if i) for side in row)
+
+
+def unpacked(dataset):
+    """(source ids, target ids, labels) of each pair in packed rows, told apart by starts (2) and ends (3)."""
+    for source, target, labels in rows(dataset):
+        starts = [i for i, token in enumerate(target) if token == 2]
+        ends = [[0, *(i + 1 for i, token in enumerate(side) if token == 3)] for side in (source, labels)]
+        assert starts == ends[1][:-1] and len(ends[0]) == len(ends[1])
+        assert (ends[0][-1], ends[1][-1]) == (len(source), len(labels))
+        for s, t in zip(itertools.pairwise(ends[0]), itertools.pairwise(ends[1])):
+            yield source[slice(*s)], target[slice(*t)], labels[slice(*t)]
 
 
 def texts(dataset, tokenizer):
     """The pairs of strings that a dataset's rows came from."""
-    read = list(rows(dataset))
+    return decoded(rows(dataset), tokenizer)
+
+
+def decoded(rows, tokenizer):
+    read = list(rows)
     sources, targets = (tokenizer.decode(padded([row[side] for row in read])) for side in (0, 2))
     return list(zip(sources, targets))
 
@@ -78,24 +103,41 @@ def test_every_pair_appears_once_an_epoch(tokenizer, shuffle, number):
 
 
 @pytest.mark.parametrize("tokens_per_batch", [16, 50, 1000])
-def test_batches_keep_the_token_budget_and_their_shapes_are_buckets(tokenizer, tokens_per_batch):
-    batches = kt.pair_batches(word_pairs(300), tokenizer, tokenizer, tokens_per_batch, max_length=16)
+@pytest.mark.parametrize("buckets", [2, 5, 16])
+def test_batches_keep_the_token_budget_and_few_shapes(tokenizer, tokens_per_batch, buckets):
+    batches = kt.pair_batches(word_pairs(300), tokenizer, tokenizer, tokens_per_batch, max_length=16, buckets=buckets)
     lengths = set()
     for inputs, labels in batches.as_numpy_iterator():
         assert inputs["source"].shape == inputs["target"].shape == labels.shape
         assert inputs["source"].dtype == inputs["target"].dtype == labels.dtype == np.int32
         assert labels.size <= tokens_per_batch
         lengths.add(labels.shape[1])
-    assert lengths <= set(length_buckets(16)) and len(lengths) > 1
+    assert 1 < len(lengths) <= buckets and max(lengths) <= 16
 
 
-def test_a_row_goes_into_the_shortest_bucket_that_holds_it(tokenizer):
-    batches = kt.pair_batches(word_pairs(300), tokenizer, tokenizer, 64, buckets=[16, 4, 9])
-    for inputs, labels in batches.as_numpy_iterator():
-        length = labels.shape[1]
-        shorter = max([b for b in (4, 9) if b < length], default=0)
-        longest = np.maximum((inputs["source"] != 0).sum(1), (labels != 0).sum(1))
-        assert length in (4, 9, 16) and np.all(longest > shorter) and np.all(longest <= length)
+@pytest.mark.parametrize("shuffle", [0, 40])
+def test_a_row_goes_into_the_shortest_bucket_that_holds_it_but_for_less_than_a_batch(tokenizer, shuffle):
+    batches = kt.pair_batches(word_pairs(300), tokenizer, tokenizer, 64, buckets=[16, 4, 9], shuffle=shuffle)
+    promoted = collections.Counter()
+    for batch in batches.as_numpy_iterator():
+        length = batch[1].shape[1]
+        longest = np.max([(ids != 0).sum(1) for ids in sides(batch)], axis=0)
+        own = [min(b for b in (4, 9, 16) if b >= row) for row in longest]
+        assert length in (4, 9, 16) and max(own) <= length
+        promoted.update(b for b in own if b < length)
+    assert all(number < 64 // b for b, number in promoted.items())
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("shuffle", [0, 50])
+@pytest.mark.parametrize("number", [1, 7, 300])
+def test_all_batches_but_the_last_are_full(tokenizer, number, shuffle, packed):
+    batches = kt.pair_batches(
+        word_pairs(number), tokenizer, tokenizer, 50, max_length=16, shuffle=shuffle, packed=packed
+    )
+    *full, last = (labels for _, labels in batches.as_numpy_iterator())
+    assert all(len(labels) == 50 // labels.shape[1] for labels in full)
+    assert 1 <= len(last) <= 50 // last.shape[1]
 
 
 def test_padding_is_0_and_stands_behind(tokenizer):
@@ -106,12 +148,86 @@ def test_padding_is_0_and_stands_behind(tokenizer):
         np.testing.assert_array_equal(inputs["target"] != 0, labels != 0)
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("pairs", [10, 301])
 @pytest.mark.parametrize("shuffle", [0, 50])
-def test_cardinality_is_the_number_of_batches(tokenizer, pairs, shuffle):
-    batches = kt.pair_batches(word_pairs(pairs, 20), tokenizer, tokenizer, 40, max_length=16, shuffle=shuffle)
-    for _ in range(2):
+def test_cardinality_is_the_number_of_batches(tokenizer, pairs, shuffle, packed):
+    batches = kt.pair_batches(
+        word_pairs(pairs, 20), tokenizer, tokenizer, 40, max_length=16, shuffle=shuffle, packed=packed
+    )
+    for _ in range(3):
         assert len(list(batches)) == int(batches.cardinality()) == len(batches)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("number", [1, 301])
+@pytest.mark.parametrize("buckets", [1, 16, [7, 12, 16]])
+def test_padding_is_the_share_that_is_padding(tokenizer, number, packed, buckets):
+    pairs = word_pairs(number, 15)
+    made = [
+        kt.pair_batches(pairs, tokenizer, tokenizer, 64, 16, shuffle=50, buckets=buckets, packed=packed),
+        kt.text_batches([text for text, _ in pairs], tokenizer, 64, 16, shuffle=50, buckets=buckets, packed=packed),
+    ]
+    for batches in made:
+        ids = np.concatenate([side.ravel() for batch in batches.as_numpy_iterator() for side in sides(batch)])
+        np.testing.assert_allclose(batches.padding, np.mean(ids == 0), atol=1e-12)
+
+
+def test_more_buckets_pad_less(tokenizer):
+    padding = [
+        kt.pair_batches(word_pairs(2000, 30), tokenizer, tokenizer, 64, 32, buckets=buckets).padding
+        for buckets in (1, 2, 4, 16)
+    ]
+    assert sorted(padding, reverse=True) == padding and padding[0] - padding[-1] > 0.1
+
+
+def test_the_share_of_padding_is_logged(tokenizer, caplog):
+    with caplog.at_level(logging.INFO, "keras_transformer"):
+        batches = kt.pair_batches([("w1 w2", "w3"), ("w1", "w2")], tokenizer, tokenizer, 64, buckets=[4])
+    assert caplog.messages == [f"1 batches of 1 lengths, {100 * batches.padding:.1f} % padding."]
+    np.testing.assert_allclose(batches.padding, 1 - 13 / 24)
+
+
+# ---- packing
+
+
+@pytest.mark.parametrize("shuffle", [0, 50])
+@pytest.mark.parametrize("number", [1, 2, 300, CHUNK + 1])
+def test_packed_rows_hold_each_pair_once(tokenizer, number, shuffle):
+    pairs = word_pairs(number)
+    batches = kt.pair_batches(pairs, tokenizer, tokenizer, 100, max_length=40, shuffle=shuffle, packed=True)
+    for _ in range(2):
+        read = list(unpacked(batches))
+        assert all(target == (2, *labels[:-1]) for _, target, labels in read)
+        assert collections.Counter(decoded(read, tokenizer)) == collections.Counter(pairs)
+    for batch in batches.as_numpy_iterator():
+        assert {ids.shape for ids in sides(batch)} == {(len(batch[1]), 40)} and len(batch[1]) <= 100 // 40
+
+
+def test_packing_wastes_little(tokenizer):
+    pairs = [(text, text) for text, _ in word_pairs(CHUNK, 30)]
+    whole, packed = (
+        kt.pair_batches(pairs, tokenizer, tokenizer, 256, max_length=64, buckets=1, packed=packed)
+        for packed in (False, True)
+    )
+    assert packed.padding < 0.05 < 0.4 < whole.padding
+    # source and target of other lengths leave more, for both must fit
+    assert kt.pair_batches(word_pairs(CHUNK, 30), tokenizer, tokenizer, 256, 64, packed=True).padding < 0.15
+
+
+def test_pairs_that_are_too_long_are_not_packed(tokenizer, caplog):
+    pairs = [("w1", "w2"), (" ".join(WORDS[:8]), "w1"), ("w1", " ".join(WORDS[:8])), ("w5", "w3")]
+    batches = kt.pair_batches(pairs, tokenizer, tokenizer, 64, max_length=8, packed=True)
+    assert caplog.messages == ["2 of 4 rows dropped: longer than 8 tokens."]
+    assert sorted(decoded(unpacked(batches), tokenizer)) == sorted([pairs[0], pairs[3]])
+    assert len(list(rows(batches))) == 1
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_whole_chunk_may_be_too_long(tokenizer, packed):
+    pairs = [(" ".join(WORDS), "w1")] * CHUNK + [("w1", "w2")]
+    batches = kt.pair_batches(pairs, tokenizer, tokenizer, 64, max_length=8, packed=packed)
+    assert texts(batches, tokenizer) == [("w1", "w2")]
 
 
 # ---- order
@@ -140,6 +256,49 @@ def test_a_seed_gives_one_order_that_differs_from_epoch_to_epoch(tokenizer):
     assert sorted(first) == sorted(second) == sorted(other[0])
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_set_epoch_gives_the_order_of_that_epoch_whatever_was_read_before(tokenizer, packed):
+    def make():
+        return kt.pair_batches(word_pairs(200), tokenizer, tokenizer, 64, 16, shuffle=50, seed=3, packed=packed)
+
+    uninterrupted = make()
+    epochs = [order(uninterrupted) for _ in range(4)]
+    assert len(set(map(tuple, epochs))) == 4
+    other = make()
+    for epoch in (2, 0, 3):
+        other.set_epoch(epoch)
+        assert order(other) == epochs[epoch]
+    assert len(list(other.take(2))) == 2  # of epoch 4
+    other.set_epoch(1)
+    assert order(other) == epochs[1] and order(other) == epochs[2]
+    uninterrupted.set_epoch(0)
+    assert order(uninterrupted) == epochs[0]
+
+
+@pytest.mark.slow
+def test_set_epoch_gives_the_same_order_in_a_new_process():
+    code = """
+        import hashlib, sys
+        import keras_transformer as kt
+        tokenizer = kt.Tokenizer.train([" ".join(map(str, range(100)))], kind="word")
+        pairs = [(f"{i % 100} {i % 7}", f"{i % 13}") for i in range(500)]
+        batches = kt.pair_batches(pairs, tokenizer, tokenizer, 256, shuffle=100)
+        if sys.argv[1] == "resumed":
+            batches.set_epoch(1)
+        else:
+            list(batches)
+        print(hashlib.sha256(b"".join(b.tobytes() for _, b in batches.as_numpy_iterator())).hexdigest())
+    """
+    assert in_a_process(code, "uninterrupted") == in_a_process(code, "resumed")
+
+
+@pytest.mark.parametrize("epoch", [-1, 1.5, None])
+def test_only_epochs_can_be_set(tokenizer, epoch):
+    batches = kt.pair_batches(word_pairs(3), tokenizer, tokenizer)
+    with pytest.raises(ValueError, match="`epoch` must be a whole number of at least 0; got"):
+        batches.set_epoch(epoch)
+
+
 def test_a_large_buffer_mixes_the_whole_corpus(tokenizer):
     batches = kt.pair_batches(word_pairs(500), tokenizer, tokenizer, 64, buckets=[16], shuffle=500)
     places = {pair: place for place, pair in enumerate(word_pairs(500))}
@@ -159,14 +318,44 @@ def test_a_large_buffer_mixes_the_whole_corpus(tokenizer):
         lambda pairs: dict(pairs).items(),
         lambda pairs: np.array(pairs, dtype=object),
         lambda pairs: [(source.encode(), target.encode()) for source, target in pairs],
+        lambda pairs: [list(pair) for pair in pairs],
+        lambda pairs: tf.data.Dataset.from_tensor_slices(tuple(map(list, zip(*pairs)))),
+        lambda pairs: tf.data.Dataset.from_tensor_slices(pairs),
     ],
-    ids=["tuple", "function of iterators", "function of lists", "dict items", "array", "bytes"],
+    ids=["tuple", "function of iterators", "function of lists", "dict items", "array", "bytes", "lists", "dataset"]
+    + ["dataset of string vectors"],
 )
 def test_pairs_may_be_anything_that_can_be_read_again(tokenizer, make):
     pairs = word_pairs(30)
     expected = order(kt.pair_batches(pairs, tokenizer, tokenizer, 64, max_length=16))
     batches = kt.pair_batches(make(pairs), tokenizer, tokenizer, 64, max_length=16)
     assert order(batches) == order(batches) == expected
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [("w1",), ("w1", "w2", "w3"), (), "ab", b"ab", {"en": "w1", "es": "w2"}],
+    ids=["one", "three", "none", "string of two letters", "bytes of two letters", "dict of two"],
+)
+def test_what_is_no_pair_is_refused(tokenizer, pair):
+    with pytest.raises(ValueError, match="`pairs` must hold pairs of a source and a target; got "):
+        kt.pair_batches([("w1", "w2"), pair], tokenizer, tokenizer)
+
+
+def test_an_error_of_a_source_is_the_callers(tokenizer, tmp_path):
+    path = tmp_path / "pairs.tsv"
+    path.write_text("w1\tw2\nw3\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="line 2: a line must have 2 fields between tabs; got 1"):
+        kt.pair_batches(kt.read_tsv(path), tokenizer, tokenizer)
+
+
+def test_a_corpus_that_shrinks_is_an_error(tokenizer):
+    pairs = word_pairs(30)
+    batches = kt.pair_batches(pairs, tokenizer, tokenizer, 64, max_length=16)
+    assert texts(batches, tokenizer)
+    del pairs[3:]
+    with pytest.raises(tf.errors.FailedPreconditionError, match="expected to contain"):
+        list(batches)
 
 
 @pytest.mark.parametrize("make", [iter, lambda pairs: (pair for pair in pairs), lambda pairs: map(tuple, pairs)])
@@ -179,7 +368,7 @@ def test_pairs_that_are_too_long_are_dropped_counted_and_reported(tokenizer, cap
     pairs = [("w1", "w2"), (" ".join(WORDS[:8]), "w1"), ("w1", " ".join(WORDS[:8])), (" ".join(WORDS[:7]), "w3")]
     with caplog.at_level(logging.WARNING, "keras_transformer"):
         batches = kt.pair_batches(pairs, tokenizer, tokenizer, 64, max_length=8)
-    assert caplog.messages == ["2 of 4 pairs dropped: longer than 8 tokens."]
+    assert caplog.messages == ["2 of 4 rows dropped: longer than 8 tokens."]
     assert sorted(texts(batches, tokenizer)) == sorted([pairs[0], pairs[3]])
     assert int(batches.cardinality()) == 1
 
@@ -191,8 +380,10 @@ def test_nothing_is_reported_where_nothing_is_dropped(tokenizer, caplog):
 
 @pytest.mark.parametrize(("pairs", "longer"), [([], 0), ([(" ".join(WORDS), "w1")] * 3, 3)])
 def test_nothing_left_is_an_error(tokenizer, pairs, longer):
-    with pytest.raises(ValueError, match=f"`pairs` must hold a pair of at most 8 tokens; got {longer} longer ones"):
+    with pytest.raises(ValueError, match=f"There must be a row of at most 8 tokens; got {longer} longer ones"):
         kt.pair_batches(pairs, tokenizer, tokenizer, max_length=8)
+    with pytest.raises(ValueError, match=f"There must be a row of at most 8 tokens; got {longer} longer ones"):
+        kt.pair_batches(pairs, tokenizer, tokenizer, max_length=8, packed=True)
 
 
 @pytest.mark.parametrize(
@@ -203,11 +394,17 @@ def test_nothing_left_is_an_error(tokenizer, pairs, longer):
         ({"tokens_per_batch": 15, "buckets": [4, 16]}, "`tokens_per_batch` must be at least .*; got 15 for 16"),
         ({"shuffle": -1}, "`shuffle` must be a whole number of at least 0; got -1"),
         ({"shuffle": 2.5}, "`shuffle` must be a whole number of at least 0; got 2.5"),
+        ({"seed": -1}, "`seed` must be a whole number of at least 0; got -1"),
+        ({"buckets": 0}, "`buckets` must be a whole number of at least 1; got 0"),
+        ({"buckets": [0, 8]}, "`buckets` must be a whole number of at least 1; got 0"),
+        ({"buckets": []}, "`buckets` must be the most lengths, or a list of lengths; got an empty one"),
     ],
 )
 def test_arguments_out_of_range_are_refused_at_once(tokenizer, arguments, message):
     with pytest.raises(ValueError, match=message):
         kt.pair_batches(word_pairs(3), tokenizer, tokenizer, **arguments)
+    with pytest.raises(ValueError, match=message):
+        kt.text_batches(WORDS, tokenizer, **arguments)
 
 
 STRANGE = [
@@ -237,16 +434,27 @@ def test_bytes_that_are_not_utf8_become_replacement_characters():
 # ---- buckets
 
 
-@given(st.integers(1, 2000), st.floats(1.01, 3.0), st.integers(1, 64))
-def test_buckets_rise_to_max_length_and_by_no_more_than_the_growth(max_length, growth, least):
-    lengths = length_buckets(max_length, growth, least)
-    assert lengths == sorted(set(lengths)) and lengths[-1] == max_length and lengths[0] == min(least, max_length)
-    assert all(b <= max(a + 2, a * growth) for a, b in zip(lengths, lengths[1:]))
+def positions_needed(counts, buckets):
+    return sum(count * min(b for b in buckets if b >= length) for length, count in enumerate(counts) if count)
 
 
-def test_buckets_are_few():
-    assert length_buckets(128) == [8, 10, 12, 14, 16, 19, 22, 26, 31, 37, 44, 52, 62, 74, 88, 105, 126, 128]
-    assert length_buckets(5) == [5]
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=8).filter(any), st.integers(1, 9))
+def test_no_other_buckets_need_less(rows_of_length, number):
+    counts = np.array([0, *rows_of_length])
+    lengths = np.flatnonzero(counts).tolist()
+    buckets = best_buckets(counts, number)
+    assert buckets == sorted(set(buckets)) and set(buckets) <= set(lengths)
+    assert buckets[-1] == lengths[-1] and len(buckets) <= number
+    least = min(
+        positions_needed(counts, [*chosen, lengths[-1]])
+        for some in range(min(number, len(lengths)))
+        for chosen in itertools.combinations(lengths[:-1], some)
+    )
+    assert positions_needed(counts, buckets) == least
+
+
+def test_as_many_buckets_as_lengths_pad_nothing():
+    assert best_buckets(np.array([0, 3, 0, 0, 1, 0, 2, 0]), 16) == [1, 4, 6]
 
 
 # ---- in training
@@ -295,6 +503,85 @@ def test_fit_and_evaluate_see_all_batches_in_each_epoch(tokenizer):
     np.testing.assert_allclose(model.evaluate(whole, verbose=0, return_dict=True)["token_loss"], found, rtol=1e-5)
 
 
+# ---- texts for a language model
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("shuffle", [0, 50])
+@settings(max_examples=10, deadline=None)
+@given(lengths=st.lists(st.integers(0, 20), min_size=1, max_size=30), max_length=st.integers(1, 12))
+def test_pieces_join_to_the_texts_again(tokenizer, packed, shuffle, lengths, max_length):
+    starts = itertools.accumulate(lengths, initial=0)
+    corpus = [" ".join(WORDS[(start + i) % 50] for i in range(n)) for start, n in zip(starts, lengths)]
+    batches = kt.text_batches(corpus, tokenizer, 24, max_length, shuffle=shuffle, packed=packed)
+    pieces = []
+    for tokens, labels in rows(batches):
+        starts = [i for i, token in enumerate(tokens) if token == 2]
+        assert starts[0] == 0 and len(tokens) == len(labels) <= max_length
+        for start, stop in itertools.pairwise([*starts, len(tokens)]):
+            pieces.append(labels[start:stop])
+            assert tokens[start + 1 : stop] == labels[start : stop - 1] and 3 not in labels[start : stop - 1]
+    whole = [(*ids, 3) for ids in tokenizer.tokenize(corpus).to_list()]
+    cut = [ids[i : i + max_length] for ids in whole for i in range(0, len(ids), max_length)]
+    assert collections.Counter(pieces) == collections.Counter(cut)
+    if not packed and len({len(piece) for piece in cut}) == 1 and not shuffle:
+        assert pieces == cut
+
+
+def test_pieces_of_one_text_follow_each_other(tokenizer):
+    text = " ".join(WORDS)
+    batches = kt.text_batches([text], tokenizer, 16, buckets=[8])
+    joined = [token for _, labels in rows(batches) for token in labels]
+    assert tokenizer.decode([joined]) == [text] and joined[-1] == 3
+    assert all(tokens == (2, *labels[:-1]) for tokens, labels in rows(batches))
+
+
+def test_a_list_of_lengths_says_where_texts_are_cut(tokenizer, caplog):
+    for longest in (4, 300):
+        batches = kt.text_batches([" ".join(WORDS)] * 6, tokenizer, 400, max_length=128, buckets=[2, longest])
+        assert sum(len(labels) for _, labels in rows(batches)) == 6 * 51
+        assert max(labels.shape[1] for _, labels in batches) == longest
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        tuple,
+        lambda texts: lambda: iter(texts),
+        lambda texts: np.array(texts),
+        lambda texts: [text.encode() for text in texts],
+        lambda texts: tf.data.Dataset.from_tensor_slices(texts),
+    ],
+    ids=["tuple", "function", "array", "bytes", "dataset"],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_texts_may_be_anything_that_can_be_read_again(tokenizer, make, packed):
+    corpus = [text for text, _ in word_pairs(30)]
+    expected = order(kt.text_batches(corpus, tokenizer, 64, max_length=16, packed=packed))
+    batches = kt.text_batches(make(corpus), tokenizer, 64, max_length=16, packed=packed)
+    assert order(batches) == order(batches) == expected
+
+
+@pytest.mark.parametrize("text", [("w1", "w2"), ("w1",), 7, None])
+def test_what_is_no_text_is_refused(tokenizer, text):
+    with pytest.raises(ValueError, match="`texts` must hold strings; got "):
+        kt.text_batches(["w1", text], tokenizer)
+
+
+def test_texts_that_can_be_read_only_once_are_refused(tokenizer):
+    with pytest.raises(ValueError, match="`texts` is read once to count and again in each epoch"):
+        kt.text_batches(iter(WORDS), tokenizer)
+
+
+def test_no_texts_are_an_error(tokenizer):
+    with pytest.raises(ValueError, match="There must be a row of at most 128 tokens; got 0 longer ones"):
+        kt.text_batches([], tokenizer)
+
+
+# ---- in processes of their own
+
+
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_corpus():
     code = """
@@ -312,13 +599,18 @@ def test_memory_does_not_grow_with_the_corpus():
 
         print(json.dumps([megabytes_after(20_000), megabytes_after(300_000)]))
     """
+    few, many = json.loads(in_a_process(code))
+    assert many - few < 50
+
+
+def in_a_process(code, *arguments):
+    """The last line that `code` prints."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    few, many = json.loads(done.stdout.splitlines()[-1])
-    assert many - few < 50
+    return done.stdout.splitlines()[-1]

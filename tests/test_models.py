@@ -144,7 +144,7 @@ def test_options_change_the_number_of_parameters():
 def test_presets_have_the_sizes_of_the_paper():
     """Table 3 of https://arxiv.org/abs/1706.03762; 37000 tokens (section 5.1) give its 65 and 213 million weights."""
     columns = ("num_layers", "d_model", "intermediate_dim", "num_heads", "dropout")
-    assert set(kt.PRESETS) == {"tiny", "base", "big"}
+    assert set(kt.PRESETS) == {"tiny", "small", "base", "big"}
     for name, values, millions in (("base", (6, 512, 2048, 8, 0.1), 65), ("big", (6, 1024, 4096, 16, 0.3), 213)):
         assert kt.PRESETS[name] == dict(zip(columns, values))
         assert parameters(37000, **kt.PRESETS[name]) == pytest.approx(millions * 1e6, rel=0.04)

@@ -220,11 +220,22 @@ def test_sample_weight_of_fit_reaches_loss_and_weighted_metrics(rng, shape):
 
 @pytest.mark.parametrize("function", [kt.TokenCrossentropy, kt.TokenLoss, kt.TokenAccuracy, kt.Perplexity])
 @pytest.mark.parametrize(
-    ("labels", "logits"), [((2, 3, 1), (2, 3, 8)), ((2, 3), (2, 3)), ((2,), (2, 8)), ((2, 1), (2, 4, 8))]
+    ("labels", "logits"), [((2, 3, 1), (2, 3, 8)), ((2, 3), (2,)), ((2,), (2, 8)), ((2, 1), (2, 4, 8))]
 )
 def test_labels_and_logits_of_wrong_ranks_are_refused(function, labels, logits):
     with pytest.raises(ValueError, match=r"\[B, T\]"):
         function()(np.ones(labels, "int32"), np.ones(logits, "float32"))
+
+
+@pytest.mark.parametrize("function", [kt.TokenCrossentropy, kt.TokenLoss, kt.TokenAccuracy, kt.Perplexity])
+def test_ids_are_refused_as_predictions(function):
+    with pytest.raises(ValueError, match="predictions of int32"):
+        function()(np.ones((2, 3), "int32"), np.ones((2, 3), "int32"))
+
+
+def test_accuracy_is_not_that_of_losses():
+    with pytest.raises(ValueError, match=r"logits \[B, T, V\]; got shapes \(2, 3\) and \(2, 3\)"):
+        kt.TokenAccuracy()(np.ones((2, 3), "int32"), np.ones((2, 3), "float32"))
 
 
 @pytest.mark.parametrize("function", [kt.TokenCrossentropy, kt.TokenLoss])
