@@ -81,7 +81,7 @@ def train(folder, epochs, dropout, words, seed):
         epochs=epochs,
         validation_data=valid_batches,
         shuffle=False,  # the batches are shuffled already
-        callbacks=[kt.Resume(folder / "resume", batches)],  # a run that was killed goes on
+        callbacks=[kt.Resume(folder, batches)],  # a run that was killed goes on
     )
     translator = kt.Translator(
         model, letters, phonemes, max_length=MAX_LENGTH, max_source_length=MAX_LENGTH, width=4, n=3

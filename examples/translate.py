@@ -87,7 +87,7 @@ def train(folder, pairs, valid, test, policy, seed, **sizes):
     greedy = kt.Translator(model, tokenizer, tokenizer, max_length=MAX_LENGTH, width=1)
     sample = valid[:200]
     scores = kt.GenerationScores(greedy, [source for source, _ in sample], [target for _, target in sample])
-    resume = kt.Resume(folder / "resume", batches, every=1000)
+    resume = kt.Resume(folder, batches, every=1000)
     log = folder / "log.csv"
     log.unlink(missing_ok=True) if not resume.path.exists() else None
     model.fit(
