@@ -46,15 +46,44 @@ def test_pronounce_trains_plots_exports_and_speaks(tmp_path):
     assert len(re.findall(r"(?m)^(Keras|attention) .* \(-\d.*, .* \(-\d.*, .* \(-\d", said)) == 2
 
 
-def test_translate_learns_a_small_language(tmp_path):
-    digits = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """A folder with pairs of a small language, and what `translate.py train` said of them."""
+    words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
     random = np.random.default_rng(0)
-    texts = [" ".join(random.choice(digits, size=random.integers(4, 7))) for _ in range(3000)]  # BLEU counts 4-grams
-    lines = [f"{text}\t{text.upper()}" for text in texts]
-    (tmp_path / "pairs.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    output = run(tmp_path, "translate.py", "train", "pairs.tsv", "--epochs", "20", "--vocabulary", "330")
-    assert float(re.search(r"BLEU = ([\d.]+)", output)[1]) > 90
-    assert run(tmp_path, "translate.py", "translate", "six seven one two").strip() == "SIX SEVEN ONE TWO"
+    texts = [" ".join(random.choice(words, size=random.integers(4, 7))) for _ in range(3000)]  # BLEU counts 4-grams
+    folder = tmp_path_factory.mktemp("digits")
+    lines = [f"{text}\t{text.upper()}\n" for text in texts]
+    (folder / "pairs.tsv").write_text("".join(lines), encoding="utf-8")
+    (folder / "few.tsv").write_text("".join(lines[:8]), encoding="utf-8")
+    output = run(folder, "translate.py", "train", "pairs.tsv", "--epochs", "10", "--vocabulary", "330")
+    return folder, output
+
+
+def test_translate_learns_a_small_language(digits):
+    folder, output = digits
+    assert [float(score) > 90 for score in re.findall(r"BLEU = ([\d.]+)", output)] == [True, True]  # greedy, beam
+    written = {path.name for path in (folder / "runs/translate").iterdir()}
+    assert written == {"translate.keras", "saved_model", "learning_curve.png", "log.csv"}
+    log = (folder / "runs/translate/log.csv").read_text(encoding="utf-8").splitlines()
+    assert len(log) == 11 and "val_bleu" in log[0] and "val_token_loss" in log[0]
+
+
+def test_translate_evaluates_translates_and_exports_anew(digits):
+    folder, _ = digits
+    assert run(folder, "translate.py", "translate", "six seven one two").strip() == "SIX SEVEN ONE TWO"
+    output = run(folder, "translate.py", "evaluate", "few.tsv")
+    assert "8 sentences" in output and len(re.findall(r"BLEU = \d|chrF2 = \d|TER = \d", output)) == 6
+    run(folder, "translate.py", "export", "--width", "3", "--n", "2")
+    both = run(folder, "translate.py", "translate", "six seven one two").strip().split("\t")
+    assert len(both) == 2 and both[0] == "SIX SEVEN ONE TWO" != both[1]
+
+
+def test_translate_takes_a_preset_and_a_policy(digits):
+    folder, _ = digits
+    options = ["--epochs", "1", "--preset", "small", "--policy", "mixed_bfloat16", "--tokens", "4096"]
+    output = run(folder, "translate.py", "--folder", "other", "train", "pairs.tsv", "--vocabulary", "330", *options)
+    assert "'preset': 'small'" in output and (folder / "other/saved_model").exists()
 
 
 def test_translate_names_the_line_that_is_no_pair(tmp_path):
