@@ -18,7 +18,7 @@ test: .venv/.test
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile
 
 # what runs on every backend; text, data and export are TensorFlow's
-JAX_TESTS := $(patsubst %,tests/test_%.py,positions attention embeddings crossentropy blocks models packing search \
+JAX_TESTS := $(patsubst %,tests/test_%.py,noise positions attention embeddings crossentropy blocks models packing search \
     generator training callbacks resume)
 
 lint: .venv/.test

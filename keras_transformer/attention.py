@@ -9,6 +9,7 @@ import keras
 from keras import ops
 
 from keras_transformer.masks import four_axes
+from keras_transformer.noise import dropout as drop
 from keras_transformer.scopes import shared_by
 
 MASKED_SCORE = -(2.0**32) + 1  # far below any score; softmax is in float32, where it fits and its exponent is 0
@@ -63,7 +64,7 @@ def _attention(query, key, value, mask, dropout=0.0, seed=None, keys="bsnh"):
     if mask is not None:
         somewhere = ops.any(mask, axis=-1, keepdims=True)  # [B or 1, N or 1, T, 1]
         weights = weights * ops.cast(somewhere, weights.dtype)
-    dropped = keras.random.dropout(weights, dropout, seed=seed) if dropout else weights
+    dropped = drop(weights, dropout, seed) if dropout else weights
     return ops.einsum(f"bnts,{keys}->btnh", dropped, value), weights
 
 

@@ -12,6 +12,7 @@ from keras_transformer.checks import check_activation, check_count, check_option
 from keras_transformer.feed_forward import FeedForward
 from keras_transformer.masks import padding_of
 from keras_transformer.multi_head import MultiHeadCrossAttention, MultiHeadSelfAttention
+from keras_transformer.noise import Dropout
 
 
 class _Block(keras.layers.Layer):
@@ -67,7 +68,7 @@ class _Block(keras.layers.Layer):
     def _build_residual(self, name, shape):
         norm = keras.layers.LayerNormalization(epsilon=self.epsilon, dtype=self.dtype_policy, name=f"{name}_norm")
         norm.build(shape)
-        dropout = keras.layers.Dropout(self.dropout, dtype=self.dtype_policy, name=f"{name}_dropout")
+        dropout = Dropout(self.dropout, dtype=self.dtype_policy, name=f"{name}_dropout")
         setattr(self, f"{name}_norm", norm)
         setattr(self, f"{name}_dropout", dropout)
 

@@ -7,6 +7,7 @@ import keras
 
 from keras_transformer.checks import check_activation, check_count, check_rate, check_vectors
 from keras_transformer.multi_head import project
+from keras_transformer.noise import Dropout
 
 
 @keras.saving.register_keras_serializable(package="keras_transformer")
@@ -66,7 +67,7 @@ class FeedForward(keras.layers.Layer):
             self.gate = self._dense(self.intermediate_dim, input_shape, "gate")
         inner_shape = (*input_shape[:-1], self.intermediate_dim)
         self.output_projection = self._dense(input_shape[-1], inner_shape, "output")
-        self.dropout_layer = keras.layers.Dropout(self.dropout, dtype=self.dtype_policy)
+        self.dropout_layer = Dropout(self.dropout, dtype=self.dtype_policy)
 
     def _dense(self, features, shape, name):
         dense = keras.layers.Dense(features, use_bias=self.use_bias, dtype=self.dtype_policy, name=name)

@@ -4,7 +4,9 @@ Keras's generators draw for a whole tensor, so that a row's numbers depend on wh
 seed.
 """
 
+import keras
 from keras import ops
+from keras.src.random.seed_generator import draw_seed  # what Keras's own random functions make of a seed
 
 
 def random_bits(seed, *counters):
@@ -28,6 +30,36 @@ def uniform(seed, *counters):
     """float32 in [0, 1), one of 2**24 equally likely values, from `random_bits`."""
     high = ops.right_shift(random_bits(seed, *counters), _uint32(8))
     return ops.cast(ops.cast(high, "int32"), "float32") * 2.0**-24
+
+
+def dropout(x, rate, seed=None):
+    """Sets elements to 0 with a probability of `rate`, and scales the others by the inverse of what is left.
+
+    Srivastava et al. 2014, https://jmlr.org/papers/v15/srivastava14a.html. Each word of `random_bits` serves two
+    elements: on a CPU it takes half the time of Keras's dropout in float32 and a third of it in bfloat16.
+
+    Args:
+        x: float tensor.
+        rate: float in [0, 1), rounded to whole 65536ths.
+        seed: int, `keras.random.SeedGenerator`, or None for Keras's global one.
+    """
+    dropped = round(rate * 2**16)
+    state = ops.cast(draw_seed(seed), "int32")
+    size = ops.size(x)
+    bits = random_bits(state[0], state[1], ops.arange((size + 1) // 2, dtype="int32"))
+    halves = bits & _uint32(2**16 - 1), ops.right_shift(bits, _uint32(16))
+    is_kept = ops.concatenate([half >= _uint32(dropped) for half in halves])
+    is_kept = ops.reshape(is_kept[:size], ops.shape(x))
+    return x * ops.where(is_kept, ops.cast(2**16 / (2**16 - dropped), x.dtype), ops.cast(0, x.dtype))
+
+
+class Dropout(keras.layers.Dropout):
+    """`keras.layers.Dropout` by the `dropout` above."""
+
+    def call(self, inputs, training=False):
+        if not training or not self.rate:
+            return inputs
+        return dropout(inputs, self.rate, self.seed_generator)
 
 
 def _mixed(bits):

@@ -10,6 +10,7 @@ import numpy as np
 from keras import ops
 
 from keras_transformer.checks import check_rate, check_segments, check_vectors
+from keras_transformer.noise import Dropout
 from keras_transformer.scopes import DecodingScope
 
 
@@ -170,7 +171,7 @@ class PositionalEncoding(keras.layers.Layer):
         self.supports_masking = True
 
     def build(self, input_shape):
-        self.dropout_layer = keras.layers.Dropout(self.dropout, dtype=self.dtype_policy)
+        self.dropout_layer = Dropout(self.dropout, dtype=self.dtype_policy)
 
     def call(self, x, segment_ids=None, training=None):
         check_vectors("x", x)
