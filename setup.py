@@ -26,7 +26,13 @@ setup(
     extras_require={
         "test": [*examples, "hypothesis>=6.100,<7", "pytest>=8.2,<10", "pytest-xdist>=3.6,<4", "ruff>=0.12,<1"],
         "examples": examples,
-        "benchmarks": ["ctranslate2>=4.8,<5", "keras-hub>=0.32,<1", "psutil>=5.9,<8"],
+        "benchmarks": [
+            *examples,
+            "ctranslate2>=4.8,<5",
+            "keras-hub>=0.32,<1",
+            "psutil>=5.9,<8",
+            "torch>=2.6,<3",
+        ],
         "jax": ["jax>=0.6,<1"],
     },
     classifiers=[

@@ -6,7 +6,8 @@
     python examples/translate.py export                    # writes the SavedModel again, of another beam width, say
 
 Pairs to try it on: `examples/libreoffice_pairs.py`. Size of the model, vocabulary, batches and epochs are chosen by the
-number of pairs; the options change them. Killed, `train` goes on where it was when it is run again.
+number of pairs; the options change them. Killed, `train` goes on where it was when it is run again with the same
+options. It needs what `pip install '.[examples]'` installs.
 """
 
 import argparse
@@ -16,10 +17,10 @@ import random
 import sys
 
 MAX_LENGTH = 64  # tokens of a sentence, start or end among them
-SIZES = {  # by the number of pairs, at least: the model, its dropout, pieces of both languages, tokens a batch, epochs
-    0: {"preset": "tiny", "dropout": 0.1, "vocabulary": 4000, "tokens": 1024, "epochs": 16},
-    100_000: {"preset": "small", "dropout": 0.1, "vocabulary": 8000, "tokens": 2048, "epochs": 10},
-    1_000_000: {"preset": "base", "dropout": 0.1, "vocabulary": 32000, "tokens": 8192, "epochs": 5},
+SIZES = {  # by the number of pairs, at least: the model, pieces of both languages, positions a batch and side, epochs
+    0: {"preset": "tiny", "vocabulary": 4000, "tokens": 1024, "epochs": 16},
+    100_000: {"preset": "small", "vocabulary": 8000, "tokens": 2048, "epochs": 10},
+    1_000_000: {"preset": "base", "vocabulary": 32000, "tokens": 8192, "epochs": 5},
 }
 
 
@@ -49,8 +50,10 @@ def main():
     )
 
 
-def train(folder, pairs, valid, test, policy, seed, **sizes):
+def train(folder, pairs, valid, test, policy, seed, **options):
     import keras
+    import matplotlib  # noqa: F401, now, rather than after the training
+    import sacrebleu  # noqa: F401
 
     import keras_transformer as kt
 
@@ -58,8 +61,9 @@ def train(folder, pairs, valid, test, policy, seed, **sizes):
     keras.config.set_dtype_policy(policy)
     folder.mkdir(parents=True, exist_ok=True)
     pairs, valid, test = parts(pairs, valid, test)
-    defaults = next(sizes for least, sizes in reversed(SIZES.items()) if len(pairs) >= least)
-    sizes = {**defaults, **{name: size for name, size in sizes.items() if size is not None}}
+    defaults = next(defaults for least, defaults in reversed(SIZES.items()) if len(pairs) >= least)
+    options = {name: option for name, option in options.items() if option is not None}
+    sizes = {**defaults, **options}
     print(f"{len(pairs)} pairs to train on, {len(valid)} to validate and {len(test)} to test; {sizes}")
 
     tokenizer = kt.Tokenizer.train(
@@ -69,7 +73,8 @@ def train(folder, pairs, valid, test, policy, seed, **sizes):
         pairs, tokenizer, tokenizer, sizes["tokens"], max_length=MAX_LENGTH, shuffle=len(pairs), seed=seed
     )
     valid_batches = kt.pair_batches(valid, tokenizer, tokenizer, max_length=MAX_LENGTH)
-    preset = {**kt.PRESETS[sizes["preset"]], "dropout": sizes["dropout"]}
+    preset = kt.PRESETS[sizes["preset"]]
+    preset = {**preset, "dropout": sizes.get("dropout", preset["dropout"])}
     model = kt.build_transformer(tokenizer.vocab_size, norm_first=True, **preset)
     model.summary()
     print(f"{len(batches)} batches an epoch, {batches.padding:.1%} padding")
@@ -97,10 +102,10 @@ def train(folder, pairs, valid, test, policy, seed, **sizes):
         shuffle=False,  # the batches are shuffled already
         callbacks=[scores, keras.callbacks.CSVLogger(log, append=True), resume],
     )
-    plot_curve(log, folder / "learning_curve.png")
     translator = kt.Translator(model, tokenizer, tokenizer, max_length=MAX_LENGTH)
     translator.save(folder / "translate.keras")
     translator.export(folder / "saved_model")
+    plot_curve(log, folder / "learning_curve.png")
     show_scores(translator, test)
 
 
@@ -159,7 +164,7 @@ def show_scores(translator, pairs):
     chrf = [sacrebleu.sentence_chrf(text, [reference]).score for text, reference in zip(translations, references)]
     places = sorted(range(len(pairs)), key=lambda place: -chrf[place])
     print("\nfrom the best to the worst (source, translation, reference):")
-    for place in places[:: max(1, len(places) // 9)][:10]:
+    for place in (places[i] for i in sorted({round(i * (len(places) - 1) / 9) for i in range(10)})):
         print(f"\n  {sources[place]}\n  {translations[place]}\n  ({references[place]})")
 
 
@@ -168,8 +173,8 @@ def plot_curve(log, path):
     import matplotlib.pyplot as plt
 
     with log.open(encoding="utf-8") as lines:
-        rows = list(csv.DictReader(lines))
-    epochs = [int(row["epoch"]) + 1 for row in rows]
+        rows = {int(row["epoch"]) + 1: row for row in csv.DictReader(lines)}
+    epochs, rows = zip(*rows.items())  # the last row of each: an epoch that was killed at its end is there twice
     figure, (losses, scores) = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
     for axes, names in ((losses, ("token_loss", "val_token_loss")), (scores, ("val_bleu", "val_chrf"))):
         for name in names:
@@ -195,7 +200,9 @@ def parts(pairs, valid, test):
             pairs, taken = pairs[:-number], pairs[-number:]
             held_out.append(taken)
     if not pairs:
-        sys.exit("At least three pairs are needed: one to train on, one to validate and one to test.")
+        sys.exit(
+            "Too few pairs: one to train on is needed, and unless files are given one to validate and one to test."
+        )
     return pairs, *held_out
 
 
@@ -204,9 +211,10 @@ def read_pairs(path):
     import keras_transformer as kt
 
     try:
-        return list(kt.read_tsv(path))
+        pairs = list(kt.read_tsv(path))
     except (FileNotFoundError, ValueError) as error:
         sys.exit(str(error))
+    return pairs or sys.exit(f"{path}: there must be a pair; the file is empty.")
 
 
 if __name__ == "__main__":

@@ -47,9 +47,9 @@ class GenerationScores(keras.callbacks.Callback):
 
     Callbacks behind it in the list see them (`ModelCheckpoint(monitor="val_bleu", mode="max")`, `EarlyStopping`,
     `CSVLogger`), and so do the progress bar and `History`; list it before them. Monitors need their `mode`. With
-    `every` above 1 the first epoch of a `fit` is scored, and each whose number is a multiple of `every`; the epochs
-    between repeat the last scores, which is no improvement to a monitor: it saves nothing, and `patience` goes on
-    counting epochs.
+    `every` above 1 the first epoch of a `fit` (also of one that `Resume` goes on with) is scored, and each whose number
+    is a multiple of `every`; the epochs between repeat the last scores, which is no improvement to a monitor: it saves
+    nothing, and `patience` goes on counting epochs.
 
     The weights are those of the moment. For scores, and checkpoints, of an exponential moving average, list
     `SwapEMAWeights(swap_on_epoch=True)` before this one; listed behind it, or without `swap_on_epoch`, the scores are

@@ -58,9 +58,9 @@ def check_vectors(name: str, x) -> None:
         raise ValueError(f"`{name}` must be float vectors of shape [B, T, D]; got {dtype} of shape {tuple(x.shape)}.")
 
 
-def check_segments(name: str, segments, length: int | None) -> None:
-    """Segments of packed rows are integers `[B, T]`."""
-    dtype, shape = keras.backend.standardize_dtype(segments.dtype), tuple(segments.shape)
+def check_integers(name: str, ids, length: int | None) -> None:
+    """Labels and segments of packed rows are integers `[B, T]`."""
+    dtype, shape = keras.backend.standardize_dtype(ids.dtype), tuple(ids.shape)
     fits = len(shape) == 2 and (None in (shape[1], length) or shape[1] == length)
     if not fits or not keras.backend.is_int_dtype(dtype):
         raise ValueError(f"`{name}` must be integers of shape [B, {length or 'T'}]; got {dtype} of shape {shape}.")

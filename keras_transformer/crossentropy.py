@@ -28,6 +28,8 @@ def token_losses(labels, logits, label_smoothing=0.0, pad_id=0):
     real = ops.cast(is_real, "float32")
     check_tokens(labels, logits)
     if len(logits.shape) == 2:
+        if label_smoothing:
+            raise ValueError(f"Cross-entropies are smoothed by `loss_model`, not here; got {label_smoothing}.")
         return ops.where(is_real, ops.cast(logits, "float32"), 0.0), real
     logits = ops.cast(logits, "float32")
     labels = ops.cast(ops.where(is_real, labels, 0), "int32")
@@ -65,59 +67,70 @@ def linear_crossentropy(vectors, kernel, labels, label_smoothing=0.0):
     Returns:
         float32 tensor `[M]`.
     """
-    num_tokens, vocabulary = ops.shape(vectors)[0], kernel.shape[-1]
-    size = max(1, BLOCK // vocabulary)
-    blocks = (num_tokens + size - 1) // size
-    blocks = max(1, blocks) if isinstance(blocks, int) else blocks  # JAX looks at the loop's body also if it never runs
-
-    def padded(tensor):
-        return ops.pad(tensor, [[0, blocks * size - num_tokens], *([0, 0] for _ in tensor.shape[1:])])
-
-    def block(tensor, i):
-        return ops.slice(tensor, (i * size, *(0 for _ in tensor.shape[1:])), (size, *tensor.shape[1:]))
-
-    def put(tensor, i, values):
-        return ops.slice_update(tensor, (i * size, *(0 for _ in tensor.shape[1:])), values)
-
-    def each_block(step, *results):
-        """Runs `results = step(i, *results)` for each block."""
-        _, *results = ops.while_loop(lambda i, *_: i < blocks, lambda i, *r: (i + 1, *step(i, *r)), (0, *results))
-        return results
-
-    def logits_of(rows, kernel):
-        return ops.cast(ops.matmul(rows, kernel), "float32")  # [C, V]
-
-    labels = padded(labels)
+    blocks = _Blocks(ops.shape(vectors)[0], max(1, BLOCK // kernel.shape[-1]))
+    labels = blocks.padded(labels)
 
     @ops.custom_gradient
     def losses(vectors, kernel):
-        rows = padded(vectors)
+        rows = blocks.padded(vectors)
+
+        def logits_of(i):
+            return ops.cast(ops.matmul(blocks.take(rows, i), kernel), "float32")  # [C, V]
 
         def forward(i, values, norms):
-            logits = logits_of(block(rows, i), kernel)
+            logits = logits_of(i)
             norm = ops.logsumexp(logits, axis=-1)
-            target = ops.take_along_axis(logits, block(labels, i)[:, None], axis=-1)[:, 0]
+            target = ops.take_along_axis(logits, blocks.take(labels, i)[:, None], axis=-1)[:, 0]
             if label_smoothing:
                 target = (1 - label_smoothing) * target + label_smoothing * ops.mean(logits, axis=-1)
-            return put(values, i, norm - target), put(norms, i, norm)
+            return blocks.put(values, i, norm - target), blocks.put(norms, i, norm)
 
-        zeros = ops.zeros((blocks * size,), "float32")
-        values, norms = each_block(forward, zeros, zeros)
+        zeros = ops.zeros((blocks.number * blocks.size,), "float32")
+        values, norms = blocks.each(forward, zeros, zeros)
 
         def backward(*args, upstream=None):
-            weights = padded(ops.cast(args[0] if upstream is None else upstream, "float32"))
+            weights = blocks.padded(ops.cast(args[0] if upstream is None else upstream, "float32"))
 
             def step(i, row_gradients, kernel_gradient):
-                errors = ops.exp(logits_of(block(rows, i), kernel) - block(norms, i)[:, None])  # softmax, [C, V]
-                is_label = ops.arange(vocabulary, dtype="int32") == block(labels, i)[:, None]
-                errors = errors - ops.where(is_label, 1 - label_smoothing, 0.0) - label_smoothing / vocabulary
-                errors = ops.cast(errors * block(weights, i)[:, None], rows.dtype)
-                kernel_gradient += ops.cast(ops.matmul(ops.transpose(block(rows, i)), errors), "float32")
-                return put(row_gradients, i, ops.matmul(errors, ops.transpose(kernel))), kernel_gradient
+                errors = ops.exp(logits_of(i) - blocks.take(norms, i)[:, None])  # softmax, [C, V]
+                is_label = ops.arange(kernel.shape[-1], dtype="int32") == blocks.take(labels, i)[:, None]
+                errors = errors - ops.where(is_label, 1 - label_smoothing, 0.0) - label_smoothing / kernel.shape[-1]
+                errors = ops.cast(errors * blocks.take(weights, i)[:, None], rows.dtype)
+                kernel_gradient += ops.cast(ops.matmul(ops.transpose(blocks.take(rows, i)), errors), "float32")
+                return blocks.put(row_gradients, i, ops.matmul(errors, ops.transpose(kernel))), kernel_gradient
 
-            row_gradients, kernel_gradient = each_block(step, ops.zeros_like(rows), ops.zeros(kernel.shape, "float32"))
-            return row_gradients[:num_tokens], ops.cast(kernel_gradient, kernel.dtype)
+            zeros = ops.zeros_like(rows), ops.zeros(kernel.shape, "float32")
+            row_gradients, kernel_gradient = blocks.each(step, *zeros)
+            return row_gradients[: blocks.num_tokens], ops.cast(kernel_gradient, kernel.dtype)
 
-        return values[:num_tokens], backward
+        return values[: blocks.num_tokens], backward
 
     return losses(vectors, kernel)
+
+
+class _Blocks:
+    """Tensors of `num_tokens` rows, worked on by `size` rows at a time in a loop."""
+
+    def __init__(self, num_tokens, size):
+        self.num_tokens, self.size = num_tokens, size
+        number = (num_tokens + size - 1) // size
+        self.number = max(1, number) if isinstance(number, int) else number  # JAX looks into loops that never run
+
+    def padded(self, tensor):
+        """Zeros behind, up to whole blocks."""
+        rest = ((0, 0) for _ in tensor.shape[1:])
+        return ops.pad(tensor, ((0, self.number * self.size - self.num_tokens), *rest))
+
+    def take(self, tensor, i):
+        return ops.slice(tensor, self._start(tensor, i), (self.size, *tensor.shape[1:]))
+
+    def put(self, tensor, i, values):
+        return ops.slice_update(tensor, self._start(tensor, i), values)
+
+    def _start(self, tensor, i):
+        return (i * self.size, *(0 for _ in tensor.shape[1:]))
+
+    def each(self, step, *results):
+        """Runs `results = step(i, *results)` for each block `i`."""
+        _, *results = ops.while_loop(lambda i, *_: i < self.number, lambda i, *r: (i + 1, *step(i, *r)), (0, *results))
+        return results

@@ -40,7 +40,7 @@ def pair_batches(
     buckets=16,
     packed=False,
 ):
-    """Tokenizes pairs of strings in a `tf.data` graph and batches pairs of like length, for `fit`.
+    """Tokenizes pairs of strings and batches pairs of like length, as a `tf.data.Dataset` for `fit`.
 
     Each batch has about `tokens_per_batch` target positions, padding among them, and one of few lengths, which are
     chosen so that the corpus needs the least padding; what is left of a length at an epoch's end goes on with the next
@@ -50,7 +50,8 @@ def pair_batches(
 
     Args:
         pairs: (source, target) strings: a list, or another iterable that can be read again each epoch (`read_tsv`,
-            `read_parallel`, `read_records`, `mix`), a function that returns a new iterator, or a `tf.data.Dataset`.
+            `read_parallel`, `read_records`, `mix`), a function that returns a new iterator, or a `tf.data.Dataset`,
+            in the same order each time.
         source_tokenizer: `Tokenizer` of the source.
         target_tokenizer: `Tokenizer` of the target.
         tokens_per_batch: int, rows of a batch times their padded length, at most.
@@ -67,7 +68,7 @@ def pair_batches(
         the end behind it, the decoder's input with the start before it, and the labels with the end behind them.
         Its attribute `padding` is the share of positions that hold none of these, and `set_epoch(epoch)` makes the next
         pass that of an epoch, from 0 (`Resume` calls it). What `map` or `take` makes of it has neither: give `Resume`
-        this one.
+        this one. Packed rows are for models built with `packed=True`: others let the pairs of a row see each other.
 
     Raises:
         ValueError: if `pairs` can be read only once or nothing is left of them; if `tokens_per_batch` is below
@@ -103,7 +104,7 @@ def pair_batches(
 
 
 def text_batches(texts, tokenizer, tokens_per_batch=4096, max_length=128, shuffle=0, seed=0, buckets=16, packed=False):
-    """Tokenizes texts in a `tf.data` graph and batches them for a language model: tokens, and the next ones as labels.
+    """Tokenizes texts and batches them for a language model: tokens, and the next ones as labels.
 
     As `pair_batches`; a text longer than `max_length` is cut into pieces, each with a start before it.
 

@@ -8,7 +8,7 @@ import math
 import keras
 from keras import ops
 
-from keras_transformer.checks import check_count, check_vectors
+from keras_transformer.checks import check_count, check_integers, check_rate, check_vectors
 from keras_transformer.crossentropy import linear_crossentropy
 
 
@@ -33,7 +33,7 @@ class TokenEmbedding(keras.layers.ReversibleEmbedding):
         x: integer tensor `[B, T]` with values in `[0, V)`; in reverse, float tensor `[B, T, D]`.
         reverse: bool, whether to map vectors to logits.
         labels: integer tensor `[B, T]`: vectors are mapped to the cross-entropy of these labels, a block of tokens at a
-            time, without holding all logits (`linear_crossentropy`). Ids outside `[0, V)` count as 0.
+            time, without holding all logits (`linear_crossentropy`). It is NaN for ids outside `[0, V)`.
         label_smoothing: float in [0, 1), weight of the uniform distribution over the vocabulary in training.
         training: bool, whether labels are smoothed.
 
@@ -86,6 +86,7 @@ class TokenEmbedding(keras.layers.ReversibleEmbedding):
 
     def _crossentropy(self, x, labels, label_smoothing):
         check_vectors("x", x)
+        check_integers("labels", labels, x.shape[1])
         if self.logit_soft_cap is not None:
             raise ValueError(f"Labels are for a layer without `logit_soft_cap`; got {self.logit_soft_cap}.")
         dtype = self.reverse_dtype or self.compute_dtype
@@ -95,9 +96,9 @@ class TokenEmbedding(keras.layers.ReversibleEmbedding):
             ops.reshape(ops.cast(x, dtype), (-1, self.output_dim)),
             ops.cast(self._kernel(), dtype),
             ops.reshape(ops.where(known, labels, 0), (-1,)),
-            label_smoothing,
+            check_rate("label_smoothing", label_smoothing),
         )
-        return ops.reshape(losses, ops.shape(labels))
+        return ops.where(known, ops.reshape(losses, ops.shape(labels)), float("nan"))
 
     def _kernel(self):
         return ops.transpose(self.embeddings) if self.tie_weights else self.reverse_embeddings  # [D, V]

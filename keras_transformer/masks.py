@@ -7,7 +7,7 @@ import keras
 from keras import ops
 from keras.src.backend import get_keras_mask  # Keras has no public way to read the mask that travels with a tensor
 
-from keras_transformer.checks import check_segments
+from keras_transformer.checks import check_integers
 
 
 def lower_triangular_mask(num_queries, num_keys=None):
@@ -109,6 +109,6 @@ def segments_mask(query_segments, key_segments, queries, keys):
         return None
     if query_segments is None or key_segments is None:
         raise ValueError("Segments must be given for queries and keys, or for neither; got those of one.")
-    check_segments("segment_ids", query_segments, queries)
-    check_segments("context_segment_ids", key_segments, keys)
+    check_integers("segment_ids", query_segments, queries)
+    check_integers("context_segment_ids", key_segments, keys)
     return ops.equal(query_segments[:, :, None], key_segments[:, None])[:, None]

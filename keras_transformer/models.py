@@ -162,11 +162,12 @@ def loss_model(model: keras.Model, label_smoothing: float = 0.0) -> keras.Model:
 
     It has the layers and weights of `model`, an input more, `labels`, and the cross-entropy of each of them as output:
     `{inputs..., "labels": ids [B, T]} -> float32 [B, T]`. See `TokenEmbedding`'s `labels`. Train it with
-    `TokenCrossentropy` (its own smoothing left at 0), then save and use `model`.
+    `TokenCrossentropy` (its own smoothing left at 0), then save and use `model`. In training, metrics such as
+    `TokenLoss` see the smoothed cross-entropies too; what is evaluated is not smoothed.
 
     Args:
         model: functional `keras.Model` whose output is `TokenEmbedding(...)(vectors, reverse=True)`, as the builders'.
-        label_smoothing: float in [0, 1), in training; what is evaluated is not smoothed.
+        label_smoothing: float in [0, 1), in training.
 
     Returns:
         An uncompiled functional `keras.Model`.
@@ -191,6 +192,8 @@ def loss_model(model: keras.Model, label_smoothing: float = 0.0) -> keras.Model:
     is_reverse = isinstance(layer, TokenEmbedding) and keras.backend.is_float_dtype(vectors.dtype)
     if not is_reverse or len(model.outputs) != 1:
         raise ValueError(f"The one output must be the logits of a `TokenEmbedding`; got that of {layer.name!r}.")
+    if any(tensor.name == "labels" for tensor in model.inputs):
+        raise ValueError("An input must not be called 'labels', as the one that is added is; got one.")
     label_smoothing = check_rate("label_smoothing", label_smoothing)
     labels = keras.Input((None,), dtype="int32", name="labels")
     losses = layer(vectors, labels=labels, label_smoothing=label_smoothing)

@@ -43,7 +43,7 @@ def dropout(x, rate, seed=None):
         rate: float in [0, 1), rounded to whole 65536ths.
         seed: int, `keras.random.SeedGenerator`, or None for Keras's global one.
     """
-    dropped = round(rate * 2**16)
+    dropped = min(round(rate * 2**16), 2**16 - 1)
     state = ops.cast(draw_seed(seed), "int32")
     size = ops.size(x)
     bits = random_bits(state[0], state[1], ops.arange((size + 1) // 2, dtype="int32"))

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_transformer.checks import check_rate, check_segments, check_vectors
+from keras_transformer.checks import check_integers, check_rate, check_vectors
 from keras_transformer.noise import Dropout
 from keras_transformer.scopes import DecodingScope
 
@@ -107,7 +107,7 @@ class SegmentIds(keras.layers.Layer):
         self.built = True
 
     def call(self, ids):
-        check_segments("ids", ids, None)
+        check_integers("ids", ids, None)
         real = ops.cast(ids != self.pad_id, "int32")
         if DecodingScope.current() is not None:
             return real
@@ -178,7 +178,7 @@ class PositionalEncoding(keras.layers.Layer):
         scope = DecodingScope.current()
         num_tokens = ops.shape(x)[1]
         if segment_ids is not None:
-            check_segments("segment_ids", segment_ids, x.shape[1])
+            check_integers("segment_ids", segment_ids, x.shape[1])
         if scope is not None:  # what is written is one segment
             positions = scope.positions(num_tokens)
         elif segment_ids is not None:

@@ -27,10 +27,10 @@ class Resume(keras.callbacks.Callback):
     `tf.config.experimental.enable_op_determinism()`). `keras.callbacks.BackupAndRestore` loses the dropout's seeds, the
     place in the data and the metrics, and a kill while it writes.
 
-    The state is saved at the end of each epoch, after validation, and given `every` within epochs too: then the first
-    batches of the resumed epoch are read again, not trained on again, and other callbacks see the logs of the first.
-    List `Resume` last: what callbacks before it change at an epoch's end is saved. What they remember themselves
-    (`EarlyStopping`, `ReduceLROnPlateau`, `ModelCheckpoint`: the best so far) is not.
+    The state is saved as each epoch begins, and given `every` within epochs too: then the first batches of the resumed
+    epoch are read again, not trained on again, and other callbacks see the logs of the first. List `Resume` last: what
+    callbacks before it change as an epoch ends or begins is saved. What they remember themselves (`EarlyStopping`,
+    `ReduceLROnPlateau`, `ModelCheckpoint`: the best so far; `GenerationScores`: the last scores) is not.
 
     Each epoch must read `data` in an order that depends on nothing but the epoch. Where there is a method
     `set_epoch(epoch)`, it is called before each epoch, counted from 0: the batches of `pair_batches` have one. Other
@@ -44,7 +44,7 @@ class Resume(keras.callbacks.Callback):
     Args:
         folder: str or path, where `state.npz` is kept; made if it is not there.
         data: what `fit` trains on.
-        every: int, the number of batches between two saves within an epoch; None for the ends of epochs alone.
+        every: int, the number of batches between two saves within an epoch; None for the beginnings of epochs alone.
 
     Raises:
         ValueError: if `every` is not a whole number above 0; from `fit`, if the model is not built, if `data` does not
@@ -88,6 +88,9 @@ class Resume(keras.callbacks.Callback):
         if hasattr(self.data, "set_epoch"):
             self.data.set_epoch(epoch)
         self._epoch = epoch
+        if not self._batches_done:
+            # not at the end of the epoch before: there `SwapEMAWeights` has the averages in the place of the weights
+            self._save(epoch, 0)
 
     def on_train_batch_begin(self, batch, logs=None):
         # Batches are saved before the next one, not at their end: there JAX may run callbacks in another thread.
@@ -99,9 +102,6 @@ class Resume(keras.callbacks.Callback):
             self._batches_done, self._result = 0, None
         elif self.every and batch and batch % self.every < self._model.steps_per_execution:
             self._save(self._epoch, batch)
-
-    def on_epoch_end(self, epoch, logs=None):
-        self._save(epoch + 1, 0)
 
     def on_train_end(self, logs=None):
         self.model._initial_epoch = None

@@ -189,7 +189,7 @@ class WarmupInverseSqrt(keras.optimizers.schedules.LearningRateSchedule):
     Vaswani et al. 2017, https://arxiv.org/abs/1706.03762, section 5.3:
     `scale * d_model ** -0.5 * min(step ** -0.5, step * warmup_steps ** -1.5)`. Keras counts steps from 0; step 0 gets
     the rate of step 1, so that the first batch counts too. With gradient accumulation over `k` batches Keras counts
-    each of them as a step: give `k * warmup_steps` and `k**0.5 * scale` for the same rates.
+    each of them as a step: give `k * warmup_steps` and `k**0.5 * scale` for nearly the same rates.
 
     Args:
         d_model: int, width of the model.

@@ -76,6 +76,7 @@ def test_the_layer_acts_in_training_alone_and_saves_as_keras_does():
     first, second = (np.array(layer(x, training=True)) for _ in range(2))
     assert 0.4 < (first == 0).mean() < 0.6 and not np.array_equal(first, second)
     np.testing.assert_array_equal(Dropout(0.0)(x, training=True), x)
+    assert np.all(np.isfinite(Dropout(1 - 1e-7)(x, training=True)))
     assert Dropout.from_config(layer.get_config()).rate == 0.5
 
 

@@ -180,11 +180,27 @@ def test_a_run_that_was_stopped_ends_as_one_that_was_not(variant, tmp_path):
     assert history == {name: values[2:] for name, values in full.items()}
 
 
-def test_without_every_a_run_goes_on_from_the_epochs_end(tmp_path):
+def test_without_every_a_run_goes_on_from_where_the_epoch_began(tmp_path):
     expected, full = uninterrupted("plain")
     found, history = run_with_stops(tmp_path, [(1, 3), (1, 0), (2, None)], None, {})
     assert_same(found, expected)
     assert history == {name: values[2:] for name, values in full.items()}
+
+
+def test_averages_that_were_swapped_in_are_not_taken_for_the_weights(tmp_path):
+    def run(data, *callbacks):
+        model = build(optimizer={"use_ema": True, "ema_momentum": 0.5})
+        fit(model, data, keras.callbacks.SwapEMAWeights(swap_on_epoch=True), *callbacks)
+        return state(model)
+
+    data = Batches()
+    expected = run(data, SetEpoch(data))
+    for stop in ((0, None), (1, None), (2, 1)):
+        data = Batches()
+        with pytest.raises(Stopped):
+            run(data, StopAt(*stop), Resume(tmp_path, data, every=3))
+    data = Batches()
+    assert_same(run(data, Resume(tmp_path, data, every=3)), expected)
 
 
 class Log(keras.callbacks.Callback):
@@ -375,7 +391,7 @@ KILLS = [
     ("before fsync", 1),
     ("epoch end", 1),
     ("batch", 2, 4),
-    ("after replace", 0),
+    ("epoch end", 2),
 ]
 
 
