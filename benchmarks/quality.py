@@ -28,6 +28,7 @@ import tensorflow as tf
 import torch
 from keras import ops
 from results import record, table, versions
+from train_step import inputs
 from training import stream
 
 import keras_transformer as kt
@@ -35,7 +36,8 @@ from keras_transformer.filters import forbid
 from keras_transformer.parts import FunctionalModel
 
 SIZES = kt.PRESETS["tiny"]
-WIDTH, LAYERS, HEADS, INNER, DROPOUT = SIZES.values()
+WIDTH, LAYERS, HEADS = SIZES["d_model"], SIZES["num_layers"], SIZES["num_heads"]
+INNER, DROPOUT = SIZES["intermediate_dim"], SIZES["dropout"]
 EPSILON = 1e-5  # of layer normalization: PyTorch's and keras-hub's own
 VOCABULARY, TOKENS, MAX_LENGTH, BEAM = 8000, 2048, 64, 4
 PEAK, SMOOTHING, ADAM = 2e-3, 0.1, {"beta_1": 0.9, "beta_2": 0.98, "epsilon": 1e-9}
@@ -138,7 +140,7 @@ def ours(vocabulary):
 
 def keras_hub_blocks(vocabulary):
     layers = keras_hub.layers
-    source, target = (keras.Input((None,), dtype="int32", name=name) for name in ("source", "target"))
+    source, target = inputs()
     normal = keras.initializers.RandomNormal(stddev=WIDTH**-0.5)
     embedding = layers.ReversibleEmbedding(vocabulary, WIDTH, embeddings_initializer=normal)
     options = {"dropout": DROPOUT, "layer_norm_epsilon": EPSILON, "normalize_first": True}
@@ -165,9 +167,9 @@ def train_torch(vocabulary, batches, seed):
     adam = torch.optim.Adam(model.parameters(), betas=(ADAM["beta_1"], ADAM["beta_2"]), eps=ADAM["epsilon"])
     smoothed = torch.nn.CrossEntropyLoss(ignore_index=0, label_smoothing=SMOOTHING)
     start = time.perf_counter()
-    for i, (inputs, labels) in enumerate(batches):
+    for i, (batch, labels) in enumerate(batches):
         adam.param_groups[0]["lr"] = float(rate(i))
-        loss = smoothed(model(inputs).flatten(0, 1), torch.tensor(labels, dtype=torch.long).flatten())
+        loss = smoothed(model(batch).flatten(0, 1), torch.tensor(labels, dtype=torch.long).flatten())
         adam.zero_grad()
         loss.backward()
         adam.step()

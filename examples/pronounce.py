@@ -140,16 +140,9 @@ def split(spoken):
 
 def error_rates(said, references):
     """(share of words that are said as no reference has it, edits a phoneme of the nearest reference)."""
-    from rapidfuzz.distance import Levenshtein
+    from keras_transformer.callbacks import corpus_score
 
-    wrong = edits = length = 0
-    for sounds, pronunciations in zip(said, references):
-        wrong += sounds not in pronunciations
-        spoken = [pronunciation.split() for pronunciation in pronunciations]
-        nearest = min(spoken, key=lambda phonemes: Levenshtein.distance(sounds.split(), phonemes))
-        edits += Levenshtein.distance(sounds.split(), nearest)
-        length += len(nearest)
-    return wrong / len(said), edits / length
+    return 1 - corpus_score("exact_match", said, references), corpus_score("edit_rate", said, references)
 
 
 def plot_history(history, path):

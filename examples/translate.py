@@ -94,7 +94,8 @@ def train(folder, pairs, valid, test, policy, seed, **options):
     scores = kt.GenerationScores(greedy, [source for source, _ in sample], [target for _, target in sample])
     resume = kt.Resume(folder, batches, every=1000)
     log = folder / "log.csv"
-    log.unlink(missing_ok=True) if not resume.path.exists() else None
+    if not resume.path.exists():  # what is there is of another run
+        log.unlink(missing_ok=True)
     model.fit(
         batches,
         epochs=sizes["epochs"],
@@ -114,12 +115,7 @@ def evaluate(folder, pairs):
 
 
 def export(folder, width, n):
-    import keras_transformer as kt
-
-    loaded = load(folder)
-    lengths = {"max_length": loaded.max_length, "max_source_length": loaded.max_source_length}
-    tokenizers = loaded.source_tokenizer, loaded.target_tokenizer
-    kt.Translator(loaded.model, *tokenizers, width=width, n=n, **lengths).export(folder / "saved_model")
+    searching(load(folder), width, n).export(folder / "saved_model")
 
 
 def translate(folder, sentences):
@@ -127,9 +123,7 @@ def translate(folder, sentences):
     import tensorflow as tf
     import tensorflow_text  # noqa: F401
 
-    path = folder / "saved_model"
-    if not path.exists():
-        sys.exit(f"{path} is not there: run `python examples/translate.py train PAIRS.tsv` first.")
+    path = trained(folder / "saved_model")
     found = tf.saved_model.load(str(path)).signatures["serving_default"](text=tf.constant(sentences))
     for texts in found["text"].numpy():
         print("\t".join(text.decode() for text in texts))
@@ -141,23 +135,38 @@ def load(folder):
 
     import keras_transformer  # noqa: F401, registers the layers
 
-    path = folder / "translate.keras"
+    return keras.models.load_model(trained(folder / "translate.keras"))
+
+
+def trained(path):
+    """The path of something that `train` writes; without it the program ends."""
     if not path.exists():
         sys.exit(f"{path} is not there: run `python examples/translate.py train PAIRS.tsv` first.")
-    return keras.models.load_model(path)
+    return path
+
+
+def searching(translator, width, n=1):
+    """The same translator with another number of beams and of translations."""
+    import keras_transformer as kt
+
+    return kt.Translator(
+        translator.model,
+        translator.source_tokenizer,
+        translator.target_tokenizer,
+        max_length=translator.max_length,
+        max_source_length=translator.max_source_length,
+        width=width,
+        n=n,
+    )
 
 
 def show_scores(translator, pairs):
     """Prints BLEU, chrF and TER of all pairs, and ten translations, from the best to the worst."""
     import sacrebleu
 
-    import keras_transformer as kt
-
     sources, references = zip(*pairs)
-    lengths = {"max_length": translator.max_length, "max_source_length": translator.max_source_length}
-    tokenizers = translator.source_tokenizer, translator.target_tokenizer
     for width in (1, 4):
-        translations = kt.Translator(translator.model, *tokenizers, width=width, **lengths)(sources)
+        translations = searching(translator, width)(sources)
         print(f"\n{'greedy' if width == 1 else f'beam of {width}'}, {len(pairs)} sentences:")
         for score in (sacrebleu.corpus_bleu, sacrebleu.corpus_chrf, sacrebleu.corpus_ter):
             print(f"  {score(translations, [references])}")

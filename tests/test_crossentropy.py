@@ -1,15 +1,12 @@
 """The cross-entropy that never holds all logits: the same numbers as the plain one, in less memory."""
 
-import json
-import os
 import pathlib
-import subprocess
-import sys
 import textwrap
 
 import keras
 import numpy as np
 import pytest
+from fresh import PEAK, run_in_fresh_process
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from keras import ops
@@ -235,7 +232,7 @@ def test_smoothing_out_of_range_and_a_soft_cap_are_refused():
 @pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="peak memory is Linux's to tell")
 def test_the_logits_of_all_tokens_are_never_held_at_once():
     code = """
-        import json, re, sys
+        import json, sys
         import numpy as np, tensorflow as tf
         from keras_transformer.crossentropy import linear_crossentropy, token_losses
 
@@ -250,22 +247,10 @@ def test_the_logits_of_all_tokens_are_never_held_at_once():
                 losses = linear_crossentropy(vectors, kernel, labels, 0.1)
             return tf.gradients(tf.reduce_sum(losses), [vectors, kernel])
 
-        def peak():  # megabytes of this program; the `resource` module counts those of the one that started it too
-            return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
-
         before = peak()
         [g.numpy() for g in gradients(vectors, kernel)]
         print(json.dumps(peak() - before))
     """
-    megabytes = {}
-    for kind in ("plain", "linear"):
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), kind],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        megabytes[kind] = json.loads(done.stdout.splitlines()[-1])
+    code = PEAK + textwrap.dedent(code)
+    megabytes = {kind: run_in_fresh_process(code, kind) for kind in ("plain", "linear")}
     assert megabytes["linear"] < 0.3 * megabytes["plain"]  # 4096 x 16000 logits are 262 MB

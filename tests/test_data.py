@@ -2,17 +2,14 @@
 
 import collections
 import itertools
-import json
 import logging
-import os
 import pathlib
-import subprocess
-import sys
 import textwrap
 
 import keras
 import numpy as np
 import pytest
+from fresh import PEAK, run_in_fresh_process
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -279,7 +276,7 @@ def test_set_epoch_gives_the_order_of_that_epoch_whatever_was_read_before(tokeni
 @pytest.mark.slow
 def test_set_epoch_gives_the_same_order_in_a_new_process():
     code = """
-        import hashlib, sys
+        import hashlib, json, sys
         import keras_transformer as kt
         tokenizer = kt.Tokenizer.train([" ".join(map(str, range(100)))], kind="word")
         pairs = [(f"{i % 100} {i % 7}", f"{i % 13}") for i in range(500)]
@@ -288,9 +285,10 @@ def test_set_epoch_gives_the_same_order_in_a_new_process():
             batches.set_epoch(1)
         else:
             list(batches)
-        print(hashlib.sha256(b"".join(b.tobytes() for _, b in batches.as_numpy_iterator())).hexdigest())
+        digest = hashlib.sha256(b"".join(b.tobytes() for _, b in batches.as_numpy_iterator()))
+        print(json.dumps(digest.hexdigest()))
     """
-    assert in_a_process(code, "uninterrupted") == in_a_process(code, "resumed")
+    assert run_in_fresh_process(code, "uninterrupted") == run_in_fresh_process(code, "resumed")
 
 
 @pytest.mark.parametrize("epoch", [-1, 1.5, None])
@@ -587,7 +585,7 @@ def test_no_texts_are_an_error(tokenizer):
 @pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="peak memory is Linux's to tell")
 def test_memory_does_not_grow_with_the_corpus():
     code = """
-        import json, re
+        import json
         import keras_transformer as kt
         tokenizer = kt.Tokenizer.train([" ".join(map(str, range(100)))], kind="word")
 
@@ -597,23 +595,9 @@ def test_memory_does_not_grow_with_the_corpus():
             )
             count = sum(int((labels == 3).sum()) for _, labels in batches.as_numpy_iterator())
             assert count == number, count
-            # megabytes of this program; the `resource` module counts those of the one that started it too
-            return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
+            return peak()
 
         print(json.dumps([megabytes_after(20_000), megabytes_after(300_000)]))
     """
-    few, many = json.loads(in_a_process(code))
+    few, many = run_in_fresh_process(PEAK + textwrap.dedent(code))
     assert many - few < 50
-
-
-def in_a_process(code, *arguments):
-    """The last line that `code` prints."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code), *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()[-1]

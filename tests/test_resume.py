@@ -2,17 +2,15 @@
 
 import functools
 import io
-import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import textwrap
 
 import keras
 import numpy as np
 import pytest
+from fresh import run_in_fresh_process
 
 import keras_transformer as kt
 from keras_transformer.resume import Resume
@@ -399,15 +397,8 @@ KILLS = [
 @pytest.mark.slow
 def test_a_process_killed_eleven_times_ends_with_the_weights_of_one_that_was_not(tmp_path):
     code = f"KILLS = {KILLS}\n" + textwrap.dedent(KILLED)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "FOLDER": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == [[signal.SIGKILL] * len(KILLS), 0, 0]
+    found = run_in_fresh_process(code, timeout=600, FOLDER=str(tmp_path))
+    assert found == [[signal.SIGKILL] * len(KILLS), 0, 0]
     assert list((tmp_path / "killed").iterdir()) == []
     with np.load(tmp_path / "whole.npz") as whole, np.load(tmp_path / "killed.npz") as killed:
         assert len(whole.files) > 10

@@ -1,14 +1,11 @@
 """Losses, metrics and the schedule: they count tokens, not padding, and survive saving."""
 
 import json
-import os
-import subprocess
-import sys
-import textwrap
 
 import keras
 import numpy as np
 import pytest
+from fresh import run_in_fresh_process
 from keras import ops
 
 import keras_transformer as kt
@@ -54,19 +51,6 @@ def language_model():
 def language_batches(rng, steps):
     labels = [batch(rng)[0] for _ in range(steps)]
     return [(np.pad(y[:, :-1], ((0, 0), (1, 0)), constant_values=2), y) for y in labels]
-
-
-def run_in_fresh_process(code, **environment):
-    """Runs Python code by itself; the last line that it prints, read as JSON."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 # ---- the loss
