@@ -1,6 +1,6 @@
 """Transformer layers for Keras 3: compose them with the functional API, train with `fit`, ship as a SavedModel."""
 
-from keras_transformer.attention import dot_product_attention
+from keras_transformer.attention import blockwise_attention, dot_product_attention
 from keras_transformer.averaging import average_checkpoints
 from keras_transformer.blocks import DecoderBlock, EncoderBlock
 from keras_transformer.callbacks import GenerationScores

@@ -15,6 +15,9 @@ from keras_transformer.multi_head import MultiHeadCrossAttention, MultiHeadSelfA
 from keras_transformer.noise import Dropout
 
 
+NORMALIZATIONS = {"layer": keras.layers.LayerNormalization, "rms": keras.layers.RMSNormalization}
+
+
 class _Block(keras.layers.Layer):
     """What both blocks share: their arguments, their children and the residual connection around each child."""
 
@@ -27,6 +30,7 @@ class _Block(keras.layers.Layer):
         norm_first: bool = False,
         use_bias: bool = True,
         epsilon: float = 1e-6,
+        normalization: str = "layer",
         attention: dict | None = None,
         feed_forward: dict | None = None,
         **kwargs,
@@ -39,14 +43,19 @@ class _Block(keras.layers.Layer):
         self.norm_first = bool(norm_first)
         self.use_bias = bool(use_bias)
         self.epsilon = float(epsilon)
-        self.attention = check_options("attention", attention, ("key_dim", "dropout", "use_bias"))
-        self.feed_forward = check_options("feed_forward", feed_forward, ("gated", "dropout", "use_bias"))
+        if normalization not in NORMALIZATIONS:
+            raise ValueError(f"`normalization` must be one of {list(NORMALIZATIONS)}; got {normalization!r}.")
+        self.normalization = normalization
+        self.attention = check_options("attention", attention, MultiHeadSelfAttention, num_heads, own=("causal",))
+        self.feed_forward = check_options("feed_forward", feed_forward, FeedForward, intermediate_dim, activation)
         self.supports_masking = True
 
     def _build_attention(self, name, cls, *shapes, **options):
+        of_self = ("position", "window") if cls is MultiHeadCrossAttention else ()  # a context has no positions here
+        attention = {option: value for option, value in self.attention.items() if option not in of_self}
         child = cls(
             self.num_heads,
-            **{"use_bias": self.use_bias, **self.attention, **options},
+            **{"use_bias": self.use_bias, **attention, **options},
             dtype=self.dtype_policy,
             name=name,
         )
@@ -66,7 +75,9 @@ class _Block(keras.layers.Layer):
         self._build_residual("feed_forward", shape)
 
     def _build_residual(self, name, shape):
-        norm = keras.layers.LayerNormalization(epsilon=self.epsilon, dtype=self.dtype_policy, name=f"{name}_norm")
+        norm = NORMALIZATIONS[self.normalization](
+            epsilon=self.epsilon, dtype=self.dtype_policy, name=f"{name}_norm"
+        )
         norm.build(shape)
         dropout = Dropout(self.dropout, dtype=self.dtype_policy, name=f"{name}_dropout")
         setattr(self, f"{name}_norm", norm)
@@ -90,7 +101,7 @@ class EncoderBlock(_Block):
 
     Vaswani et al. 2017, https://arxiv.org/abs/1706.03762, section 3.1; pre-norm: Xiong et al. 2020,
     https://arxiv.org/abs/2002.04745. The Keras mask of `x` is used as a padding mask, left as it is and passed on (an
-    explicit `padding_mask` too). A pre-norm stack needs a `LayerNormalization` behind its last block.
+    explicit `padding_mask` too). A pre-norm stack needs a normalization behind its last block.
 
     Args:
         num_heads: int, number of attention heads.
@@ -100,8 +111,12 @@ class EncoderBlock(_Block):
         norm_first: bool, whether normalization stands before each sublayer (pre-norm) or, as in the paper, after its
             residual connection.
         use_bias: bool, whether dense layers have biases.
-        epsilon: float, epsilon of the layer normalizations.
-        attention: dict of options of the attention layers: `key_dim`, `dropout` (on the weights), `use_bias`.
+        epsilon: float, epsilon of the normalizations.
+        normalization: `"layer"` (Ba et al. 2016, https://arxiv.org/abs/1607.06450) or `"rms"`, the root mean square alone
+            (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467).
+        attention: dict of options of the attention layers, the arguments of `MultiHeadSelfAttention`: `key_dim`,
+            `dropout` (on the weights), `use_bias`, `num_kv_heads`, `position`, `window`, `soft_cap`, `qk_norm`, `kernel`.
+            Cross-attention takes all but `position` and `window`.
         feed_forward: dict of options of the `FeedForward`: `gated`, `dropout` (between its layers), `use_bias`.
 
     Call arguments:
@@ -159,7 +174,7 @@ class DecoderBlock(_Block):
     https://arxiv.org/abs/2002.04745. Without `context` it is a block of a language model and has no cross-attention.
     Keras masks of `x` and `context` are used as padding masks, left as they are, and that of `x` is passed on (an
     explicit `padding_mask` too). In a `DecodingScope` it continues from its cache. A pre-norm stack needs a
-    `LayerNormalization` behind its last block.
+    normalization behind its last block.
 
     Args: as `EncoderBlock`.
 

@@ -1,5 +1,7 @@
 """Checks of arguments: each states the rule, then what came."""
 
+import inspect
+
 import keras
 import numpy as np
 from keras import ops
@@ -35,20 +37,21 @@ def check_activation(activation: str) -> str:
     return activation
 
 
-def check_options(name: str, options: dict | None, allowed) -> dict:
-    """A dict of constructor arguments, copied and plain, so that it can be saved; None is the empty one."""
-    options = dict(options or {})
+def check_options(name: str, options: dict | None, layer: type, *args, own=()) -> dict:
+    """Options of a block's child, checked by making one, and plain, so that they can be saved; None is the empty dict.
+
+    Args:
+        layer: the child's class.
+        *args: what its constructor takes first.
+        own: names of further arguments that are not options.
+    """
+    options, taken = dict(options or {}), ("self", "kwargs", *own)
+    allowed = [option for option in inspect.signature(layer.__init__).parameters if option not in taken][len(args) :]
     unknown = sorted(set(options) - set(allowed))
     if unknown:
         raise ValueError(f"`{name}` takes the options {sorted(allowed)}; got {unknown}.")
-    return {option: _check_option(option, value) for option, value in options.items()}
-
-
-def _check_option(name, value):
-    """An option as the layer that gets it will check it."""
-    if name == "key_dim":
-        return None if value is None else check_count(name, value)
-    return check_rate(name, value) if name == "dropout" else bool(value)
+    config = layer(*args, **options).get_config()
+    return {option: config[option] for option in options}
 
 
 def check_vectors(name: str, x) -> None:

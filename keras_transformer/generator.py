@@ -145,7 +145,7 @@ class Generator:
 
     def step(self, context, length):
         """A step for the searches, with a cache of `length` slots; its cache keeps the context after the first call."""
-        return CachedStep(self.parts.decode, context, length)
+        return CachedStep(self.parts.decode, context, length, self.pad_id)
 
     def score(self, sources, target, prompt=None):
         """Log-probabilities of given targets, for rescoring or to compare texts.
@@ -211,12 +211,13 @@ class Generator:
 class CachedStep:
     """A step for the searches out of `decode(tokens, context) -> logits`, with a cache of `length` slots a row."""
 
-    def __init__(self, decode, context, length):
-        self.decode, self.context, self.length = decode, context, length
+    def __init__(self, decode, context, length, pad_id):
+        self.decode, self.context, self.length, self.pad_id = decode, context, length, pad_id
 
     def __call__(self, tokens, index, cache):
         context = self.context if cache is None else cache["context"]
-        with DecodingScope(None if cache is None else cache["layers"], index, self.length) as scope:
+        real = ops.sum(ops.cast(tokens != self.pad_id, "int32"), axis=1)
+        with DecodingScope(None if cache is None else cache["layers"], index, self.length, real) as scope:
             logits = self.decode(tokens, context)
         return logits, {"context": context, "layers": scope.cache}
 

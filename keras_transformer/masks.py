@@ -93,8 +93,8 @@ def keys_mask(x, padding_mask, name):
     return None if mask is None else mask[:, None, None]
 
 
-def segments_mask(query_segments, key_segments, queries, keys):
-    """Lets each query look at the keys of its own segment of a packed row.
+def check_segments(query_segments, key_segments, queries, keys):
+    """The numbers of the segments of packed rows, checked.
 
     Args:
         query_segments: integer tensor `[B, T]`, the number of the segment that each query belongs to; or None.
@@ -103,7 +103,7 @@ def segments_mask(query_segments, key_segments, queries, keys):
         keys: int or None, `S` if it is known.
 
     Returns:
-        bool `[B, 1, T, S]`, or None if there are no segments.
+        Both, or None if there are no segments.
     """
     if query_segments is None and key_segments is None:
         return None
@@ -111,4 +111,4 @@ def segments_mask(query_segments, key_segments, queries, keys):
         raise ValueError("Segments must be given for queries and keys, or for neither; got those of one.")
     check_integers("segment_ids", query_segments, queries)
     check_integers("context_segment_ids", key_segments, keys)
-    return ops.equal(query_segments[:, :, None], key_segments[:, None])[:, None]
+    return query_segments, key_segments

@@ -1,16 +1,18 @@
-"""Multi-head attention: "Attention Is All You Need", section 3.2.2.
+"""Multi-head attention: "Attention Is All You Need", section 3.2.2, and what came after it.
 
 Masks are boolean, True where a query may look. Letters: `B` batch, `T` queries, `S` keys, `D` width of the queries,
-`C` width of the context, `N` heads, `H` head size.
+`C` width of the context, `N` heads, `K` kv heads, `H` head size.
 """
 
 import keras
 from keras import ops
 
-from keras_transformer.attention import cached_attention, dot_product_attention
-from keras_transformer.checks import check_count, check_rate, check_vectors
-from keras_transformer.masks import combine_masks, four_axes, keys_mask, lower_triangular_mask, segments_mask
+from keras_transformer.attention import KERNELS, attend, cached_attention
+from keras_transformer.checks import check_count, check_options, check_range, check_rate, check_vectors
+from keras_transformer.masks import four_axes, keys_mask
+from keras_transformer.relative import AlibiBias, RelativeBias, RotaryPositions
 from keras_transformer.scopes import AttentionMaps, DecodingScope
+from keras_transformer.scoring import Scoring
 
 
 def project(dense, x):
@@ -26,13 +28,30 @@ class _MultiHeadAttention(keras.layers.Layer):
     """What self- and cross-attention share: the projections and the way from vectors to heads and back."""
 
     def __init__(
-        self, num_heads: int, key_dim: int | None = None, dropout: float = 0.0, use_bias: bool = True, **kwargs
+        self,
+        num_heads: int,
+        key_dim: int | None = None,
+        dropout: float = 0.0,
+        use_bias: bool = True,
+        num_kv_heads: int | None = None,
+        soft_cap: float | None = None,
+        qk_norm: bool = False,
+        kernel: str = "auto",
+        **kwargs,
     ):
         super().__init__(**kwargs)
         self.num_heads = check_count("num_heads", num_heads)
         self.key_dim = None if key_dim is None else check_count("key_dim", key_dim)
         self.dropout = check_rate("dropout", dropout)
         self.use_bias = bool(use_bias)
+        self.num_kv_heads = None if num_kv_heads is None else check_count("num_kv_heads", num_kv_heads)
+        if self.num_heads % (self.num_kv_heads or 1):
+            raise ValueError(f"`num_kv_heads` must divide `num_heads`; got {num_kv_heads} and {num_heads}.")
+        self.soft_cap = None if soft_cap is None else check_range("soft_cap", soft_cap, 0, above=True)
+        self.qk_norm = bool(qk_norm)
+        if kernel not in KERNELS:
+            raise ValueError(f"`kernel` must be one of {list(KERNELS)}; got {kernel!r}.")
+        self.kernel = kernel
         self.supports_masking = True
         self._seed = keras.random.SeedGenerator() if self.dropout else None
 
@@ -47,28 +66,51 @@ class _MultiHeadAttention(keras.layers.Layer):
             )
         self.head_size = self.key_dim or width // self.num_heads
         inner = self.num_heads * self.head_size
+        kv_inner = (self.num_kv_heads or self.num_heads) * self.head_size
         for name, shape, features in (
             ("query", x_shape, inner),
-            ("key", context_shape, inner),
-            ("value", context_shape, inner),
+            ("key", context_shape, kv_inner),
+            ("value", context_shape, kv_inner),
             ("output", (*x_shape[:-1], inner), width),
         ):
-            dense = keras.layers.Dense(features, use_bias=self.use_bias, dtype=self.dtype_policy, name=name)
+            # Glorot's variance of a product that makes queries, keys and values at once: models learn faster by it
+            scale = 1.0 if name == "output" else 0.5
+            dense = keras.layers.Dense(
+                features,
+                use_bias=self.use_bias,
+                kernel_initializer=keras.initializers.VarianceScaling(scale, "fan_avg", "uniform"),
+                dtype=self.dtype_policy,
+                name=name,
+            )
             dense.build(shape)
             setattr(self, f"{name}_projection", dense)
+        for name in ("query", "key") if self.qk_norm else ():
+            norm = keras.layers.RMSNormalization(dtype=self.dtype_policy, name=f"{name}_norm")
+            norm.build((None, None, None, self.head_size))
+            setattr(self, f"{name}_norm", norm)
 
-    def _heads(self, dense, x):
-        """`[B, T, D]` -> `[B, T, N, H]`."""
-        return ops.reshape(project(dense, x), (*ops.shape(x)[:2], self.num_heads, self.head_size))
+    def _checked(self, attention_mask, x, context):
+        if attention_mask is None:
+            return None
+        return four_axes(attention_mask, x.shape[1], context.shape[1], self.num_heads, "attention_mask")
 
-    def _attend(self, query, key, value, mask, return_attention_scores, training, cached=False):
+    def _heads(self, name, x):
+        """Queries, keys or values: `[B, T, D]` -> `[B, T, N or K, H]`."""
+        heads = project(getattr(self, f"{name}_projection"), x)
+        heads = ops.reshape(heads, (*ops.shape(x)[:2], heads.shape[-1] // self.head_size, self.head_size))
+        return getattr(self, f"{name}_norm")(heads) if self.qk_norm and name != "value" else heads
+
+    def _attend(self, query, key, value, return_attention_scores, training, cached=False, **rules):
         """Heads to the layer's output `[B, T, D]`, with the weights `[B, N, T, S]` if asked."""
-        if cached:
-            heads, weights = cached_attention(query, key, value, mask)
-        else:
-            dropout = self.dropout if training else 0.0
-            heads, weights = dot_product_attention(query, key, value, mask, dropout, seed=self._seed)
         maps = AttentionMaps.current()
+        lengths = ops.shape(query)[1], ops.shape(key)[2 if cached else 1]
+        scoring = Scoring(lengths, self.num_heads, soft_cap=self.soft_cap, **rules)
+        if cached:
+            heads, weights = cached_attention(query, key, value, scoring)
+        else:
+            kernel = "exact" if return_attention_scores or maps is not None else self.kernel
+            dropout = self.dropout if training else 0.0
+            heads, weights = attend(query, key, value, scoring, dropout, self._seed, kernel)
         if maps is not None:
             maps.collect(self, weights, is_cross=isinstance(self, MultiHeadCrossAttention))
         joined = ops.reshape(heads, (*ops.shape(heads)[:2], self.num_heads * self.head_size))
@@ -76,8 +118,8 @@ class _MultiHeadAttention(keras.layers.Layer):
         return (output, weights) if return_attention_scores else output
 
     def get_config(self):
-        own = {name: getattr(self, name) for name in ("num_heads", "key_dim", "dropout", "use_bias")}
-        return {**super().get_config(), **own}
+        names = ("num_heads", "key_dim", "dropout", "use_bias", "num_kv_heads", "soft_cap", "qk_norm", "kernel")
+        return {**super().get_config(), **{name: getattr(self, name) for name in names}}
 
 
 @keras.saving.register_keras_serializable(package="keras_transformer")
@@ -94,6 +136,21 @@ class MultiHeadSelfAttention(_MultiHeadAttention):
         causal: bool, whether a token may look only at its own position and before (`lower_triangular_mask`).
         dropout: float in [0, 1), dropout on the attention weights.
         use_bias: bool, whether the four projections have biases.
+        num_kv_heads: int, `K`, heads of keys and values, each of which serves `N / K` heads (Ainslie et al. 2023,
+            https://arxiv.org/abs/2305.13245); 1 is multi-query attention (Shazeer 2019,
+            https://arxiv.org/abs/1911.02150); None for `N`. A cache holds these only.
+        position: positions that act inside attention: `"rotary"` (`RotaryPositions`), `"alibi"` (`AlibiBias`),
+            `"relative"` (`RelativeBias`), or a dict of the layer's arguments with that name as `"type"`:
+            `{"type": "rotary", "scaling": "linear", "factor": 4}`; None for none.
+        window: int, whether a token may look only at distances below it (Beltagy et al. 2020,
+            https://arxiv.org/abs/2004.05150); None for any distance. A cache keeps as many tokens only.
+        soft_cap: float above 0, scores become `soft_cap * tanh(scores / soft_cap)` (Gemma 2, 2024,
+            https://arxiv.org/abs/2408.00118).
+        qk_norm: bool, whether each query's and key's root mean square is made 1 and scaled by a learned vector `[H]`
+            (Henry et al. 2020, https://arxiv.org/abs/2010.04245; as RMS norm, Dehghani et al. 2023,
+            https://arxiv.org/abs/2302.05442).
+        kernel: `"exact"` keeps all weights, `"blockwise"` a block of them (`blockwise_attention`); `"auto"` takes blocks
+            where both lengths are known before run time and long. Where the weights are asked for, all are kept.
 
     Call arguments:
         x: float tensor `[B, T, D]`.
@@ -110,9 +167,10 @@ class MultiHeadSelfAttention(_MultiHeadAttention):
         that may look nowhere has weights of 0, and the output projection's bias for output.
 
     Raises:
-        ValueError: if the width is not divisible by `num_heads` and no `key_dim` is given; on integer `x`; on float
-            masks or masks of another shape; on segments that are not integers `[B, T]` or are given for one side only;
-            on an `attention_mask` inside a `DecodingScope`.
+        ValueError: if the width is not divisible by `num_heads` and no `key_dim` is given, or `num_heads` by
+            `num_kv_heads`; on an unknown `position` or `kernel`; on integer `x`; on float masks or masks of another shape;
+            on segments that are not integers `[B, T]` or are given for one side only; on an `attention_mask` inside a
+            `DecodingScope`, or a layer with a `window` that goes on in it by several tokens at once.
 
     Example:
     ```python
@@ -131,13 +189,40 @@ class MultiHeadSelfAttention(_MultiHeadAttention):
         causal: bool = False,
         dropout: float = 0.0,
         use_bias: bool = True,
+        num_kv_heads: int | None = None,
+        position: str | dict | None = None,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        qk_norm: bool = False,
+        kernel: str = "auto",
         **kwargs,
     ):
-        super().__init__(num_heads, key_dim, dropout, use_bias, **kwargs)
+        super().__init__(num_heads, key_dim, dropout, use_bias, num_kv_heads, soft_cap, qk_norm, kernel, **kwargs)
         self.causal = bool(causal)
+        self.window = None if window is None else check_count("window", window)
+        self.position, self.rotary, self.distance_bias = position, None, None
+        if position is not None:
+            self._make_position(**(position if isinstance(position, dict) else {"type": position}))
+
+    def _make_position(self, type=None, **options):
+        """Makes the layer that turns queries and keys, or the one that makes biases."""
+        kinds = {"rotary": (RotaryPositions,), "alibi": (AlibiBias, self.num_heads)}
+        kinds["relative"] = RelativeBias, self.num_heads, not self.causal
+        if type not in kinds:
+            raise ValueError(f"`position` must be one of {list(kinds)}, or a dict with it as 'type'; got {type!r}.")
+        options = check_options("position", options, *kinds[type])
+        layer = kinds[type][0](*kinds[type][1:], **options, dtype=self.dtype_policy, name="position")
+        if type == "rotary":
+            self.rotary = layer
+        else:
+            self.distance_bias = layer
+        if isinstance(self.position, dict):
+            self.position = {"type": type, **options}
 
     def build(self, input_shape):
         self._build(input_shape, input_shape)
+        if self.rotary is not None and self.head_size % 2:
+            raise ValueError(f"Rotary positions need an even head size; got {self.head_size}.")
 
     def call(
         self,
@@ -149,29 +234,38 @@ class MultiHeadSelfAttention(_MultiHeadAttention):
         training=None,
     ):
         check_vectors("x", x)
-        query, key, value = (
-            self._heads(dense, x) for dense in (self.query_projection, self.key_projection, self.value_projection)
-        )
-        scope = DecodingScope.current() if self.causal else None
+        scope, length = DecodingScope.current() if self.causal else None, ops.shape(x)[1]
+        query, key, value = (self._heads(name, x) for name in ("query", "key", "value"))
+        if self.rotary is not None:
+            positions = ops.arange(length, dtype="int32")[None] if scope is None else scope.positions(length)
+            query, key = self.rotary(query, positions), self.rotary(key, positions)
+        rules = {"causal": self.causal, "window": self.window}
         if scope is None:
-            mask = self._mask(x, padding_mask, attention_mask, segment_ids)
-        elif attention_mask is None:
-            # padding stands behind a row's tokens, where nobody looks, and what is written is one segment
-            key, value, mask = scope.append(self, key, value)
-        else:
+            padding = keys_mask(x, padding_mask, "padding_mask")
+            rules["masks"] = padding, self._checked(attention_mask, x, x)
+            rules["segments"] = segment_ids, segment_ids
+        elif attention_mask is not None:
             raise ValueError("A causal layer takes no `attention_mask` inside a `DecodingScope`; got one.")
-        return self._attend(query, key, value, mask, return_attention_scores, training, cached=scope is not None)
+        else:
+            # padding stands behind a row's tokens, where nobody looks, and what is written is one segment
+            cached = scope.append(self, key, value, self.window)
+            if cached is not None:
+                key, value, visible, distances = cached
+                rules = {"masks": (visible,), "bias": self._bias(distances), "cached": True}
+                return self._attend(query, key, value, return_attention_scores, training, **rules)
+        rules["distance_bias"] = self._bias(ops.arange(2 * length - 1, dtype="int32") - (length - 1))
+        return self._attend(query, key, value, return_attention_scores, training, **rules)
 
-    def _mask(self, x, padding_mask, attention_mask, segment_ids):
-        length = x.shape[1]
-        if attention_mask is not None:
-            attention_mask = four_axes(attention_mask, length, length, self.num_heads, "attention_mask")
-        triangle = lower_triangular_mask(ops.shape(x)[1])[None, None] if self.causal else None
-        segments = segments_mask(segment_ids, segment_ids, length, length)
-        return combine_masks(keys_mask(x, padding_mask, "padding_mask"), attention_mask, segments, triangle)
+    def _bias(self, distances):
+        """Of distances `[R, T, S]`: float32 `[R, N, T, S]`; of distances `[D]`: `[N, D]`; None if there is no bias."""
+        if self.distance_bias is None:
+            return None
+        bias = self.distance_bias(distances)
+        return bias if len(bias.shape) == 2 else ops.swapaxes(bias, 0, 1)
 
     def get_config(self):
-        return {**super().get_config(), "causal": self.causal}
+        own = {"causal": self.causal, "position": self.position, "window": self.window}
+        return {**super().get_config(), **own}
 
 
 @keras.saving.register_keras_serializable(package="keras_transformer")
@@ -182,7 +276,7 @@ class MultiHeadCrossAttention(_MultiHeadAttention):
     `context`, whose width may differ. The Keras mask of the context is used as its padding mask; that of `x` is passed
     on. In a `DecodingScope` the keys and values of the context are computed in the first call and kept.
 
-    Args: as `MultiHeadSelfAttention`, but for `causal`.
+    Args: as `MultiHeadSelfAttention`, but for `causal`, `position` and `window`.
 
     Call arguments:
         x: float tensor `[B, T, D]`.
@@ -227,13 +321,16 @@ class MultiHeadCrossAttention(_MultiHeadAttention):
         check_vectors("context", context)
 
         def keys_and_values():
-            return self._heads(self.key_projection, context), self._heads(self.value_projection, context)
+            return self._heads("key", context), self._heads("value", context)
 
         scope = DecodingScope.current()
         key, value = keys_and_values() if scope is None else scope.keep(self, keys_and_values)
-        if attention_mask is not None:
-            attention_mask = four_axes(attention_mask, x.shape[1], context.shape[1], self.num_heads, "attention_mask")
-        segments = segments_mask(segment_ids, context_segment_ids, x.shape[1], context.shape[1])
-        mask = combine_masks(keys_mask(context, context_padding_mask, "context_padding_mask"), attention_mask, segments)
-        query = self._heads(self.query_projection, x)
-        return self._attend(query, key, value, mask, return_attention_scores, training, cached=scope is not None)
+        rules = {
+            "masks": (
+                keys_mask(context, context_padding_mask, "context_padding_mask"),
+                self._checked(attention_mask, x, context),
+            ),
+            "segments": (segment_ids, context_segment_ids),
+            "cached": scope is not None,
+        }
+        return self._attend(self._heads("query", x), key, value, return_attention_scores, training, **rules)

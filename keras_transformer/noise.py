@@ -43,14 +43,45 @@ def dropout(x, rate, seed=None):
         rate: float in [0, 1), rounded to whole 65536ths.
         seed: int, `keras.random.SeedGenerator`, or None for Keras's global one.
     """
-    dropped = min(round(rate * 2**16), 2**16 - 1)
-    state = ops.cast(draw_seed(seed), "int32")
+    threshold, kept = _threshold(rate)
+    state = draw_state(seed)
     size = ops.size(x)
     bits = random_bits(state[0], state[1], ops.arange((size + 1) // 2, dtype="int32"))
-    halves = bits & _uint32(2**16 - 1), ops.right_shift(bits, _uint32(16))
-    is_kept = ops.concatenate([half >= _uint32(dropped) for half in halves])
+    is_kept = ops.concatenate([half >= threshold for half in _halves(bits)])
     is_kept = ops.reshape(is_kept[:size], ops.shape(x))
-    return x * ops.where(is_kept, ops.cast(2**16 / (2**16 - dropped), x.dtype), ops.cast(0, x.dtype))
+    return x * ops.where(is_kept, ops.cast(kept, x.dtype), ops.cast(0, x.dtype))
+
+
+def weights_dropout(state, rate, sizes, at=(0, 0, 0, 0), dtype="float32"):
+    """What attention weights are multiplied by: 0 or the inverse of what is left, a function of where a weight stands.
+
+    Each word of `random_bits` serves two queries, one above the other.
+
+    Args:
+        state: int32 tensor `[2]`, as of `draw_state`.
+        rate: float in [0, 1), rounded to whole 65536ths.
+        sizes: the sizes of the block of weights `[b, n, t, s]`.
+        at: where it begins among all rows, heads, queries (an even number) and keys.
+        dtype: str.
+    """
+    threshold, kept = _threshold(rate)
+    row, head, query, key = at
+    rows, heads, queries, keys = sizes
+    pairs = (queries + 1) // 2
+
+    def counter(start, number, axis):
+        return ops.reshape(start + ops.arange(number, dtype="int32"), [-1 if a == axis else 1 for a in range(4)])
+
+    counters = counter(row, rows, 0), counter(head, heads, 1), counter(query // 2, pairs, 2), counter(key, keys, 3)
+    bits = random_bits(state[0], state[1], *counters)
+    is_kept = ops.stack([half >= threshold for half in _halves(bits)], axis=3)
+    is_kept = ops.reshape(is_kept, (rows, heads, 2 * pairs, keys))[:, :, :queries]
+    return ops.where(is_kept, ops.cast(kept, dtype), ops.cast(0, dtype))
+
+
+def draw_state(seed):
+    """int32 `[2]`, the next state of an int, a `keras.random.SeedGenerator` or (None) Keras's global one."""
+    return ops.cast(draw_seed(seed), "int32")
 
 
 class Dropout(keras.layers.Dropout):
@@ -60,6 +91,17 @@ class Dropout(keras.layers.Dropout):
         if not training or not self.rate:
             return inputs
         return dropout(inputs, self.rate, self.seed_generator)
+
+
+def _threshold(rate):
+    """Which halves are dropped, those below it, and what the others scale by."""
+    dropped = min(round(rate * 2**16), 2**16 - 1)
+    return _uint32(dropped), 2**16 / (2**16 - dropped)
+
+
+def _halves(bits):
+    """The lower and the upper 16 bits."""
+    return bits & _uint32(2**16 - 1), ops.right_shift(bits, _uint32(16))
 
 
 def _mixed(bits):

@@ -170,7 +170,7 @@ def _cache_differs(decode, tokens, context):
     """Whether rows of 3 and 2 tokens, continued one at a time, miss what `decode` says of all at once."""
 
     def run(new, index, cache):
-        with DecodingScope(cache, index, length=tokens.shape[1]) as scope:
+        with DecodingScope(cache, index, length=tokens.shape[1], num_tokens=[3, 2]) as scope:
             out = decode(ops.convert_to_tensor(new), context)
         return np.asarray(ops.cast(out, "float32")), scope.cache
 

@@ -30,17 +30,30 @@ def sinusoid(positions, width: int, max_wavelength: float = 10000, layout: str =
         float32 tensor, the shape of `positions` with `[D]` behind, within 1e-5 of the exact value to position 10,000.
     """
     pairs = (width + 1) // 2
-    turns = float(max_wavelength) ** (-2 * np.arange(pairs) / width) / (2 * math.pi)
-    # The angle as a 32-bit fraction of a turn: integers wrap around, so whole turns drop out and far positions keep
-    # their precision. position * frequency in float32 is off by 4e-4 at 5,000.
-    steps = np.round(turns * 2.0**32).astype(np.int64).astype(np.int32)
-    phase = ops.cast(positions, "int32")[..., None] * steps  # [..., pairs]
-    angle = ops.cast(phase, "float32") * (2 * math.pi / 2.0**32)
+    angle = angles(positions, float(max_wavelength) ** (-2 * np.arange(pairs) / width))  # [..., pairs]
     sines, cosines = ops.sin(angle), ops.cos(angle)
     if layout == "concatenated":
         return ops.concatenate([sines, cosines[..., : width // 2]], axis=-1)
     columns = ops.stack([sines, cosines], axis=-1)  # [..., pairs, 2]
     return ops.reshape(columns, (*ops.shape(angle)[:-1], 2 * pairs))[..., :width]
+
+
+def angles(positions, frequencies):
+    """Products of positions and frequencies, up to whole turns.
+
+    The angle is made as a 32-bit fraction of a turn: integers wrap around, so whole turns drop out and far positions
+    keep their precision. position * frequency in float32 is off by 4e-4 at 5,000.
+
+    Args:
+        positions: int tensor of any shape.
+        frequencies: NumPy array `[P]` of radians a position, at most pi.
+
+    Returns:
+        float32 tensor, the shape of `positions` with `[P]` behind.
+    """
+    steps = np.round(frequencies / (2 * math.pi) * 2.0**32).astype(np.int64).astype(np.int32)
+    phase = ops.cast(positions, "int32")[..., None] * steps
+    return ops.cast(phase, "float32") * (2 * math.pi / 2.0**32)
 
 
 def positions_within(segment_ids):

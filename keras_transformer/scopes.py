@@ -3,8 +3,8 @@
 A functional model gives its author no place to pass a cache through, so the cache stands around the call, as
 `keras.StatelessScope` and `keras.RematScope` do. Layers ask for the innermost scope; outside one nothing differs.
 
-Letters: `B` batch, `R` rows (beams or samples of a batch), `T` new tokens, `L` slots of a row in the cache, `N` heads,
-`H` head size.
+Letters: `B` batch, `R` rows (beams or samples of a batch), `T` new tokens, `L` slots of a row in the cache, `K` kv
+heads, `H` head size.
 """
 
 import threading
@@ -50,12 +50,15 @@ class DecodingScope(_Scope):
     (`model(x)`), eager, in a `tf.function`, under XLA or JAX's jit, not on `model.predict`.
 
     Rows are right-padded: row `b` holds its `index[b]` cached tokens in slots `0 .. index[b] - 1`. A prefill of
-    prompts of different lengths writes padding behind the shorter ones, which their next tokens overwrite.
+    prompts of different lengths writes padding behind the shorter ones, which their next tokens overwrite. A layer with
+    a `window` keeps a ring of that many slots, in which a token takes the place of the one that it no longer sees.
 
     Args:
         cache: `scope.cache` of the call before, or None at the first.
         index: int32 tensor `[R]`, how many tokens each row has in the cache already.
         length: int or scalar int tensor, `L`, the slots of a row: the most tokens that it may come to.
+        num_tokens: int32 tensor `[R]`, how many of the tokens of a first call are real, the others being padding behind
+            them; None for all. Rings need it: they keep the last ones.
 
     Attributes:
         cache: after the call, a nest of tensors to hand to the next scope: `cache["self"]` holds what grows,
@@ -82,12 +85,13 @@ class DecodingScope(_Scope):
     ```
     """
 
-    def __init__(self, cache: dict | None, index, length):
+    def __init__(self, cache: dict | None, index, length, num_tokens=None):
         self._old = cache or {"self": {}, "cross": {}}
         self._calls = {"self": 0, "cross": 0}
         self.cache = {**self._old, "self": {}, "cross": {}}
         self.index = ops.convert_to_tensor(index, "int32")
         self.length = length
+        self.num_tokens = num_tokens
         if len(self.index.shape) != 1:
             raise ValueError(f"`index` must have one entry per row, shape [R]; got shape {tuple(self.index.shape)}.")
 
@@ -110,7 +114,7 @@ class DecodingScope(_Scope):
         """
 
         def regions(tensor):
-            return ops.pad(tensor, [[0, 0], [0, 0], [0, (width - 1) * length], [0, 0]])
+            return ops.pad(tensor, [[0, 0], [0, 0], [0, (width - 1) * ops.shape(tensor)[2]], [0, 0]])
 
         if not cache["self"]:
             return cache
@@ -132,49 +136,59 @@ class DecodingScope(_Scope):
         """int32 `[R, T]`: where the new tokens stand in their rows."""
         return self.index[:, None] + ops.arange(num_tokens, dtype="int32")[None]
 
-    def append(self, layer, key, value):
-        """Writes the keys and values of new tokens, `[R, T, N, H]`.
+    def append(self, layer, key, value, window=None):
+        """Writes the keys and values of new tokens, `[R, T, K, H]`, of a layer that looks `window` positions far.
 
         Returns:
-            (keys, values) of all tokens, `[G, N, W L, H]` (`G` groups of `W` rows; `W` is 1 if not widened), and which
-            of them each new token may look at, bool `[R, 1, T, W L]`.
+            None in the first call, before which there is nothing; later (keys, values, visible, distances): of all
+            tokens that are kept, `[G, K, W L, H]` (`G` groups of `W` rows; `W` is 1 if not widened), which of them each
+            new token may look at, bool `[R, 1, T, W L]`, and how far behind it they stand, int32 `[R, T, W L]`.
         """
         self._check_room(key)
         name = self._entry("self", layer)
-        key, value = (ops.transpose(new, (0, 2, 1, 3)) for new in (key, value))  # [R, N, T, H]
-        rows, heads, tokens, _ = ops.shape(key)
-        slots = ops.arange(self.length, dtype="int32")
-        positions = self.positions(tokens)
-        visible = slots <= positions[:, :, None]  # [R, T, L]
+        key, value = (ops.transpose(new, (0, 2, 1, 3)) for new in (key, value))  # [R, K, T, H]
+        rows, _, tokens, _ = ops.shape(key)
+        size = self.length if window is None else _least(window, self.length)  # slots of a row
         if name not in self._old["self"]:
-            empty = [[0, 0], [0, 0], [0, self.length - tokens], [0, 0]]
-            self.cache["self"][name] = ops.pad(key, empty), ops.pad(value, empty)
-            return *self.cache["self"][name], visible[:, None]
+            self.cache["self"][name] = tuple(self._first(new, size) for new in (key, value))
+            return None
 
+        if window is not None and tokens != 1:
+            raise ValueError(f"A layer with a `window` goes on from its cache one token at a time; got {key.shape[2]}.")
         old = self._old["self"][name]
-        groups = ops.shape(old[0])[0]
+        width = shared_by(rows, ops.shape(old[0])[0])
+        slots, positions = ops.arange(size, dtype="int32"), self.positions(tokens)
+        held = _held(slots, positions[:, -1:], size)  # [R, L], the position that a slot holds; below 0 for none
+        visible = ops.logical_and((held >= 0)[:, None], held[:, None] <= positions[:, :, None])  # [R, T, L]
+        distances = held[:, None] - positions[:, :, None]
+        own = ops.arange(rows, dtype="int32") % width
         if "region" in self._old:
-            width = shared_by(rows, groups)
-            own = ops.arange(rows, dtype="int32") % width
-            is_new = ops.logical_and(slots >= self.index[:, None], slots < self.index[:, None] + tokens)
+            places = ops.arange(self.length, dtype="int32")
+            is_new = ops.logical_and(places >= self.index[:, None], places < self.index[:, None] + tokens)
             region = ops.where(is_new, own[:, None], self._old["region"])  # [R, L]
             self.cache["region"] = region
+            region = region if window is None else ops.take_along_axis(region, ops.maximum(held, 0), axis=1)
             is_there = region[:, None, None] == ops.arange(width, dtype="int32")[:, None]  # [R, 1, W, L]
-            visible = ops.logical_and(visible[:, :, None], is_there)  # [R, T, W, L]
-            visible = ops.reshape(visible, (rows, tokens, width * self.length))
-            positions = positions + (own * self.length)[:, None]
-        group = ops.arange(rows, dtype="int32") // shared_by(rows, groups)
-        shape = rows, heads, tokens
-        head = ops.arange(heads, dtype="int32")
-        where = [ops.broadcast_to(i, shape) for i in (group[:, None, None], head[:, None], positions[:, None])]
-        where = ops.reshape(ops.stack(where, axis=-1), (-1, 3))
+            shape = rows, tokens, width * size
+            visible = ops.reshape(ops.logical_and(visible[:, :, None], is_there), shape)
+            distances = ops.reshape(ops.repeat(distances[:, :, None], width, axis=2), shape)
         self.cache["self"][name] = tuple(
-            ops.scatter_update(to, where, ops.reshape(new, (-1, new.shape[-1]))) for to, new in zip(old, (key, value))
+            _written(to, new, positions % size + (own * size)[:, None], width) for to, new in zip(old, (key, value))
         )
-        return *self.cache["self"][name], visible[:, None]
+        return *self.cache["self"][name], visible[:, None], distances
+
+    def _first(self, new, size):
+        """What a row keeps of its first tokens, `[R, K, T, H]`: all of them, or the last ones in a ring."""
+        tokens = ops.shape(new)[2]
+        if size is self.length:
+            return ops.pad(new, [[0, 0], [0, 0], [0, size - tokens], [0, 0]])
+        rows = ops.shape(new)[0]
+        last = ops.full((rows,), tokens) if self.num_tokens is None else ops.convert_to_tensor(self.num_tokens)
+        held = _held(ops.arange(size, dtype="int32"), ops.cast(last, "int32")[:, None] - 1, size)
+        return ops.take_along_axis(new, ops.maximum(held, 0)[:, None, :, None], axis=2)
 
     def keep(self, layer, compute):
-        """What `compute()` gave in `layer`'s first call: keys and values `[B, S, N, H]`; kept as `[B, N, S, H]`."""
+        """What `compute()` gave in `layer`'s first call: keys and values `[B, S, K, H]`; kept as `[B, K, S, H]`."""
         name = self._entry("cross", layer)
         kept = self._old["cross"].get(name)
         if kept is None:
@@ -205,6 +219,25 @@ class DecodingScope(_Scope):
                 f"A cache of `length` slots must hold every token; got length {length} for "
                 f"{tokens} new tokens after {most} cached ones."
             )
+
+
+def _least(a, b):
+    return min(a, b) if isinstance(b, int) else ops.minimum(a, b)
+
+
+def _held(slots, last, size):
+    """The last position, up to `last`, that a ring of `size` slots puts into each of them; below 0 where there is none."""
+    return last - (last - slots) % size
+
+
+def _written(to, new, slots, width):
+    """Keys or values `[G, K, W L, H]` with those of new tokens, `[R, K, T, H]`, in slots `[R, T]` of the rows' groups."""
+    rows, heads, tokens, size = ops.shape(new)
+    group, head = ops.arange(rows, dtype="int32") // width, ops.arange(heads, dtype="int32")
+    where = [
+        ops.broadcast_to(i, (rows, heads, tokens)) for i in (group[:, None, None], head[:, None], slots[:, None])
+    ]
+    return ops.scatter_update(to, ops.reshape(ops.stack(where, axis=-1), (-1, 3)), ops.reshape(new, (-1, size)))
 
 
 class AttentionMaps(_Scope, dict):
