@@ -12,7 +12,8 @@ from keras_transformer.generator import Generator
 from keras_transformer.masks import lower_triangular_mask
 from keras_transformer.models import PRESETS, build_language_model, build_transformer, loss_model
 from keras_transformer.multi_head import MultiHeadCrossAttention, MultiHeadSelfAttention
-from keras_transformer.positions import PositionalEncoding, SegmentIds
+from keras_transformer.positions import LearnedPositions, PositionalEncoding, SegmentIds
+from keras_transformer.relative import AlibiBias, RelativeBias, RotaryPositions
 from keras_transformer.resume import Resume
 from keras_transformer.scopes import AttentionMaps, DecodingScope
 from keras_transformer.sources import mix, read_lines, read_parallel, read_records, read_tsv
@@ -21,6 +22,7 @@ from keras_transformer.tokenizer import Tokenizer
 from keras_transformer.training import Perplexity, TokenAccuracy, TokenCrossentropy, TokenLoss, WarmupInverseSqrt
 
 __all__ = [
+    "AlibiBias",
     "AttentionMaps",
     "DecoderBlock",
     "DecodingScope",
@@ -28,12 +30,15 @@ __all__ = [
     "FeedForward",
     "GenerationScores",
     "Generator",
+    "LearnedPositions",
     "MultiHeadCrossAttention",
     "MultiHeadSelfAttention",
     "PRESETS",
     "Perplexity",
     "PositionalEncoding",
+    "RelativeBias",
     "Resume",
+    "RotaryPositions",
     "SegmentIds",
     "TextGenerator",
     "TokenAccuracy",
@@ -45,6 +50,7 @@ __all__ = [
     "WarmupInverseSqrt",
     "average_checkpoints",
     "beam",
+    "blockwise_attention",
     "build_language_model",
     "build_transformer",
     "dot_product_attention",

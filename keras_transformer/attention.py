@@ -5,8 +5,8 @@ boolean, True where a query may look. Letters: `B` batch, `T` queries, `S` keys,
 serves `N / K` heads that follow one another, `H` head size.
 """
 
-import keras
 from keras import ops
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from keras_transformer.blockwise import blockwise
 from keras_transformer.noise import draw_state, weights_dropout
@@ -133,8 +133,9 @@ def attend(query, key, value, scoring, dropout=0.0, seed=None, kernel="auto"):
         (output `[B, T, N, H]`, weights `[B, N, T, S]`, or None where they are not held).
     """
     lengths = query.shape[1], key.shape[1]
-    is_long = None not in lengths and lengths[0] * lengths[1] >= LONG
-    if kernel == "blockwise" or kernel == "auto" and is_long:
+    is_long = all(isinstance(length, int) for length in lengths) and lengths[0] * lengths[1] >= LONG
+    is_blockwise = kernel == "blockwise" or kernel == "auto" and is_long
+    if is_blockwise and not in_symbolic_scope():  # where a graph is only described, either has the right shape
         return blockwise(query, key, value, scoring, dropout, seed), None
     return exact_attention(query, key, value, scoring, dropout, seed)
 
@@ -168,7 +169,9 @@ def cached_attention(query, key, value, scoring):
     query = ops.reshape(query, (groups, width * tokens, heads, size))
     output, weights = exact_attention(query, key, value, scoring, keys="bksh")
     weights = ops.transpose(ops.reshape(weights, (groups, heads, width, tokens, slots)), (0, 2, 1, 3, 4))
-    return ops.reshape(output, (rows, tokens, heads, value.shape[-1])), ops.reshape(weights, (rows, heads, tokens, slots))
+    return ops.reshape(output, (rows, tokens, heads, value.shape[-1])), ops.reshape(
+        weights, (rows, heads, tokens, slots)
+    )
 
 
 def exact_attention(query, key, value, scoring, dropout=0.0, seed=None, keys="bskh"):
@@ -194,7 +197,6 @@ def exact_attention(query, key, value, scoring, dropout=0.0, seed=None, keys="bs
     dropped = ops.reshape(dropped, (sizes[0], *grouped[2:4], *sizes[2:]))
     output = ops.einsum(f"bkgts,{keys}->btkgh", dropped, value)
     return ops.reshape(output, (*ops.shape(query)[:3], value.shape[-1])), weights
-
 
 
 def _scoring(query, key, *options):

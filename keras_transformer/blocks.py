@@ -13,7 +13,7 @@ from keras_transformer.feed_forward import FeedForward
 from keras_transformer.masks import padding_of
 from keras_transformer.multi_head import MultiHeadCrossAttention, MultiHeadSelfAttention
 from keras_transformer.noise import Dropout
-
+from keras_transformer.remat import rematerialized
 
 NORMALIZATIONS = {"layer": keras.layers.LayerNormalization, "rms": keras.layers.RMSNormalization}
 
@@ -75,9 +75,7 @@ class _Block(keras.layers.Layer):
         self._build_residual("feed_forward", shape)
 
     def _build_residual(self, name, shape):
-        norm = NORMALIZATIONS[self.normalization](
-            epsilon=self.epsilon, dtype=self.dtype_policy, name=f"{name}_norm"
-        )
+        norm = NORMALIZATIONS[self.normalization](epsilon=self.epsilon, dtype=self.dtype_policy, name=f"{name}_norm")
         norm.build(shape)
         dropout = Dropout(self.dropout, dtype=self.dtype_policy, name=f"{name}_dropout")
         setattr(self, f"{name}_norm", norm)
@@ -89,6 +87,9 @@ class _Block(keras.layers.Layer):
         if self.norm_first:
             return x + dropout(sublayer(norm(x)), training=training)
         return norm(x + dropout(sublayer(x), training=training))
+
+    def rematerialized_call(self, layer_call, *args, **kwargs):
+        return layer_call  # `call` does it itself: see remat.py
 
     def get_config(self):
         names = [name for name in inspect.signature(_Block.__init__).parameters if name not in ("self", "kwargs")]
@@ -112,11 +113,11 @@ class EncoderBlock(_Block):
             residual connection.
         use_bias: bool, whether dense layers have biases.
         epsilon: float, epsilon of the normalizations.
-        normalization: `"layer"` (Ba et al. 2016, https://arxiv.org/abs/1607.06450) or `"rms"`, the root mean square alone
-            (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467).
+        normalization: `"layer"` (Ba et al. 2016, https://arxiv.org/abs/1607.06450) or `"rms"`, by the root mean square
+            alone (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467).
         attention: dict of options of the attention layers, the arguments of `MultiHeadSelfAttention`: `key_dim`,
-            `dropout` (on the weights), `use_bias`, `num_kv_heads`, `position`, `window`, `soft_cap`, `qk_norm`, `kernel`.
-            Cross-attention takes all but `position` and `window`.
+            `dropout` (on the weights), `use_bias`, `num_kv_heads`, `position`, `window`, `soft_cap`, `qk_norm`,
+            `kernel`. Cross-attention takes all but `position` and `window`.
         feed_forward: dict of options of the `FeedForward`: `gated`, `dropout` (between its layers), `use_bias`.
 
     Call arguments:
@@ -149,19 +150,22 @@ class EncoderBlock(_Block):
     """
 
     def build(self, input_shape):
-        self._build_attention("self_attention", MultiHeadSelfAttention, input_shape)
-        self._build_feed_forward(input_shape)
+        with keras.RematScope(mode=None):  # the block as a whole
+            self._build_attention("self_attention", MultiHeadSelfAttention, input_shape)
+            self._build_feed_forward(input_shape)
 
     def call(self, x, padding_mask=None, attention_mask=None, segment_ids=None, training=None):
         check_vectors("x", x)
         padding_mask = padding_of(x, padding_mask, "padding_mask")
-        x = self._residual(
-            "self_attention",
-            x,
-            lambda y: self.self_attention(y, padding_mask, attention_mask, segment_ids, training=training),
-            training,
-        )
-        x = self._residual("feed_forward", x, lambda y: self.feed_forward_layer(y, training=training), training)
+
+        def attend(y):
+            return self.self_attention(y, padding_mask, attention_mask, segment_ids, training=training)
+
+        def run(x):
+            x = self._residual("self_attention", x, attend, training)
+            return self._residual("feed_forward", x, lambda y: self.feed_forward_layer(y, training=training), training)
+
+        x = rematerialized(self, run, x)
         set_keras_mask(x, padding_mask)
         return x
 
@@ -205,10 +209,11 @@ class DecoderBlock(_Block):
     """
 
     def build(self, x_shape, context_shape=None):
-        self._build_attention("self_attention", MultiHeadSelfAttention, x_shape, causal=True)
-        if context_shape is not None:
-            self._build_attention("cross_attention", MultiHeadCrossAttention, x_shape, context_shape)
-        self._build_feed_forward(x_shape)
+        with keras.RematScope(mode=None):  # the block as a whole
+            self._build_attention("self_attention", MultiHeadSelfAttention, x_shape, causal=True)
+            if context_shape is not None:
+                self._build_attention("cross_attention", MultiHeadCrossAttention, x_shape, context_shape)
+            self._build_feed_forward(x_shape)
 
     def call(
         self,
@@ -227,26 +232,21 @@ class DecoderBlock(_Block):
             built, called = ("with", "without") if has_context else ("without", "with")
             raise ValueError(f"A DecoderBlock built {built} `context` is called {built} one; got a call {called} one.")
         padding_mask = padding_of(x, padding_mask, "padding_mask")
-        x = self._residual(
-            "self_attention",
-            x,
-            lambda y: self.self_attention(y, padding_mask, attention_mask, segment_ids, training=training),
-            training,
-        )
         if has_context:
-            x = self._residual(
-                "cross_attention",
-                x,
-                lambda y: self.cross_attention(
-                    y,
-                    context,
-                    context_padding_mask,
-                    segment_ids=segment_ids,
-                    context_segment_ids=context_segment_ids,
-                    training=training,
-                ),
-                training,
-            )
-        x = self._residual("feed_forward", x, lambda y: self.feed_forward_layer(y, training=training), training)
+            context_padding_mask = padding_of(context, context_padding_mask, "context_padding_mask")
+        segments = {"segment_ids": segment_ids, "context_segment_ids": context_segment_ids}
+
+        def attend(y):
+            return self.self_attention(y, padding_mask, attention_mask, segment_ids, training=training)
+
+        def run(x, *context):
+            def attend_context(y):
+                return self.cross_attention(y, *context, context_padding_mask, **segments, training=training)
+
+            x = self._residual("self_attention", x, attend, training)
+            x = self._residual("cross_attention", x, attend_context, training) if has_context else x
+            return self._residual("feed_forward", x, lambda y: self.feed_forward_layer(y, training=training), training)
+
+        x = rematerialized(self, run, x, *([context] if has_context else []))
         set_keras_mask(x, padding_mask)
         return x

@@ -2,8 +2,10 @@
 
 Dao et al. 2022, "FlashAttention", https://arxiv.org/abs/2205.14135. Attention to each block of keys is merged into that
 to the blocks before it by the logarithms of their sums of exponentials, and the backward pass computes the weights
-again from the last of these. Letters: `B` batch, `T` queries, `S` keys, `N` heads, `K` kv heads, `G = N / K` heads of
-each, `H` head size; `M = B K` groups of heads, one of which is worked on at a time; `t`, `s` queries and keys of a block.
+again from the last of these.
+
+Letters: `B` batch, `T` queries, `S` keys, `N` heads, `K` kv heads, `G = N / K` heads of each, `H` head size; `M = B K`
+groups of heads, one of which is worked on at a time; `t`, `s` queries and keys of a block.
 """
 
 import copy
@@ -29,9 +31,7 @@ def blockwise(query, key, value, scoring, dropout=0.0, seed=None):
         def backward(*args, upstream=None):
             upstream = args[0] if upstream is None else upstream
             share = ops.sum(ops.cast(upstream, "float32") * ops.cast(output, "float32"), axis=-1, keepdims=True)
-            gradients = ops.map(
-                lambda one: group.backward(*one), (index, query, key, value, upstream, norms, share)
-            )
+            gradients = ops.map(lambda one: group.backward(*one), (index, query, key, value, upstream, norms, share))
             return *gradients[:3], *map(blocks.total, gradients[3:], biases)
 
         return output, backward

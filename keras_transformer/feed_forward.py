@@ -6,7 +6,7 @@ Letters: `B` batch, `T` tokens, `D` width.
 import keras
 
 from keras_transformer.checks import check_activation, check_count, check_rate, check_vectors
-from keras_transformer.multi_head import project
+from keras_transformer.heads import project
 from keras_transformer.noise import Dropout
 
 

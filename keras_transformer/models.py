@@ -6,19 +6,36 @@ Letters: `B` batch, `S` source tokens, `T` target tokens, `V` target vocabulary.
 import keras
 from keras import ops
 
-from keras_transformer.blocks import DecoderBlock, EncoderBlock
+from keras_transformer.blocks import NORMALIZATIONS, DecoderBlock, EncoderBlock
 from keras_transformer.checks import check_count, check_rate
 from keras_transformer.embeddings import TokenEmbedding
-from keras_transformer.positions import PositionalEncoding, SegmentIds
+from keras_transformer.noise import Dropout
+from keras_transformer.positions import LearnedPositions, PositionalEncoding, SegmentIds
 
 PRESETS = {
     "tiny": {"d_model": 128, "num_layers": 2, "num_heads": 4, "intermediate_dim": 512, "dropout": 0.1},
     "small": {"d_model": 256, "num_layers": 3, "num_heads": 4, "intermediate_dim": 1024, "dropout": 0.1},
     "base": {"d_model": 512, "num_layers": 6, "num_heads": 8, "intermediate_dim": 2048, "dropout": 0.1},
     "big": {"d_model": 1024, "num_layers": 6, "num_heads": 16, "intermediate_dim": 4096, "dropout": 0.3},
+    "llama": {
+        "d_model": 256,
+        "num_layers": 4,
+        "num_heads": 8,
+        "intermediate_dim": 688,
+        "dropout": 0.0,
+        "activation": "silu",
+        "norm_first": True,
+        "use_bias": False,
+        "epsilon": 1e-5,
+        "normalization": "rms",
+        "attention": {"num_kv_heads": 2, "position": "rotary"},
+        "feed_forward": {"gated": True},
+    },
 }
-"""Sizes as keyword arguments of the builders: "base" and "big" are the paper's (its table 3), "tiny" and "small"
-are for a CPU."""
+"""Keyword arguments of the builders. "base" and "big" are the paper's sizes (its table 3), "tiny" and "small" are for a
+CPU. "llama" is a small decoder of the form of Llama 2 (Touvron et al. 2023, https://arxiv.org/abs/2307.09288): rotary
+positions, grouped heads, RMS norm before each sublayer, SwiGLU, no biases. Override what you like:
+`{**PRESETS["llama"], "num_layers": 8}`."""
 
 
 def build_transformer(
@@ -30,6 +47,8 @@ def build_transformer(
     intermediate_dim: int = 2048,
     dropout: float = 0.1,
     tie_embeddings: str | None = None,
+    positions: str | None = None,
+    max_length: int | None = None,
     packed: bool = False,
     name: str = "transformer",
     **block,
@@ -52,12 +71,15 @@ def build_transformer(
         dropout: float in [0, 1), dropout on sublayer outputs and on embeddings with positions.
         tie_embeddings: `"all"` shares one table among source, target and logits (the paper's section 3.4), `"target"`
             between target and logits, `"none"` nothing. None for `"all"` with one vocabulary, `"target"` with two.
+        positions: what is added to embeddings: `"sinusoid"` (`PositionalEncoding`), `"learned"` (`LearnedPositions` of
+            `max_length`) or `"none"`; None for `"none"` where `attention` has a `position`, else `"sinusoid"`.
+        max_length: int, positions of the table of `"learned"`.
         packed: bool, whether a row may hold several pairs (`pair_batches(..., packed=True)`) that do not see each
             other: each source ends with id 3, each target starts with id 2. Rows of one pair give what they give
             without it.
         name: str, the model's name.
         **block: further arguments of `EncoderBlock` and `DecoderBlock`: `activation`, `norm_first`, `use_bias`,
-            `epsilon`, `attention`, `feed_forward`.
+            `epsilon`, `normalization`, `attention`, `feed_forward`.
 
     Returns:
         An uncompiled functional `keras.Model`.
@@ -99,9 +121,10 @@ def build_transformer(
         )
     source_rows = _rows(source, SegmentIds(end_id=3, name="source_segments") if packed else None)
     target_rows = _rows(target, SegmentIds(start_id=2, name="target_segments") if packed else None)
-    x = PositionalEncoding(dropout=dropout, name="source_positions")(source_embedding(source), *source_rows[1:])
+    where = _positions(positions, max_length, **block)
+    x = _positioned(source_embedding(source), source_rows, where, max_length, dropout, "source_positions")
     memory = _encoder(d_model, num_layers, packed, **block)([x, *source_rows])
-    y = PositionalEncoding(dropout=dropout, name="target_positions")(target_embedding(target), *target_rows[1:])
+    y = _positioned(target_embedding(target), target_rows, where, max_length, dropout, "target_positions")
     y = _decoder(d_model, num_layers, packed, **block)([y, *target_rows, memory, *source_rows])
     logits = target_embedding(y, reverse=True)
     return keras.Model({"source": source, "target": target}, logits, name=name)
@@ -115,6 +138,8 @@ def build_language_model(
     intermediate_dim: int = 2048,
     dropout: float = 0.1,
     tie_embeddings: bool = True,
+    positions: str | None = None,
+    max_length: int | None = None,
     packed: bool = False,
     name: str = "language_model",
     **block,
@@ -127,7 +152,8 @@ def build_language_model(
 
     Args:
         vocab_size: int, vocabulary.
-        d_model, num_layers, num_heads, intermediate_dim, dropout, name, **block: as `build_transformer`.
+        d_model, num_layers, num_heads, intermediate_dim, dropout, positions, max_length, name, **block: as
+            `build_transformer`.
         tie_embeddings: bool, whether one table serves tokens and logits.
         packed: bool, whether a row may hold several texts, each starting with id 2, which then do not see each other.
 
@@ -152,7 +178,8 @@ def build_language_model(
     tokens = keras.Input((None,), dtype="int32", name="tokens")
     embedding = TokenEmbedding(vocab_size, d_model, mask_zero=False, tie_weights=bool(tie_embeddings), name="embedding")
     rows = _rows(tokens, SegmentIds(start_id=2, name="segments") if packed else None)
-    x = PositionalEncoding(dropout=dropout, name="positions")(embedding(tokens), *rows[1:])
+    where = _positions(positions, max_length, **block)
+    x = _positioned(embedding(tokens), rows, where, max_length, dropout, "positions")
     x = _decoder(embedding.output_dim, num_layers, packed, with_memory=False, **block)([x, *rows])
     return keras.Model(tokens, embedding(x, reverse=True), name=name)
 
@@ -206,6 +233,25 @@ def _rows(ids, segments):
     return [ops.not_equal(ids, 0), *([] if segments is None else [segments(ids)])]
 
 
+def _positions(positions, max_length, attention=None, **_):
+    """Which positions are added to embeddings."""
+    if positions is None:
+        positions = "sinusoid" if (attention or {}).get("position") is None else "none"
+    if positions not in ("sinusoid", "learned", "none"):
+        raise ValueError(f"`positions` must be 'sinusoid', 'learned', 'none' or None; got {positions!r}.")
+    if (positions == "learned") != (max_length is not None):
+        raise ValueError(f"`max_length` belongs to `positions='learned'`; got {max_length!r} and {positions!r}.")
+    return positions
+
+
+def _positioned(x, rows, positions, max_length, dropout, name):
+    if positions == "none":
+        return Dropout(dropout, name=name)(x)
+    if positions == "learned":
+        return LearnedPositions(max_length, dropout, name=name)(x, *rows[1:])
+    return PositionalEncoding(dropout=dropout, name=name)(x, *rows[1:])
+
+
 def _encoder(d_model, num_layers, packed, **block):
     x, padding_mask, segments = inputs = _vectors_and_rows(d_model, packed)
     for i in range(num_layers):
@@ -244,6 +290,6 @@ def _vectors_and_rows(width, packed, vectors="vectors", prefix=""):
     )
 
 
-def _final_norm(x, name, norm_first=False, epsilon=1e-6, **_):
+def _final_norm(x, name, norm_first=False, epsilon=1e-6, normalization="layer", **_):
     """Pre-norm blocks leave their last sum unnormalized."""
-    return keras.layers.LayerNormalization(epsilon=epsilon, name=name)(x) if norm_first else x
+    return NORMALIZATIONS[normalization](epsilon=epsilon, name=name)(x) if norm_first else x

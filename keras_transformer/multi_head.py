@@ -7,123 +7,15 @@ Masks are boolean, True where a query may look. Letters: `B` batch, `T` queries,
 import keras
 from keras import ops
 
-from keras_transformer.attention import KERNELS, attend, cached_attention
-from keras_transformer.checks import check_count, check_options, check_range, check_rate, check_vectors
-from keras_transformer.masks import four_axes, keys_mask
+from keras_transformer.checks import check_count, check_options, check_vectors
+from keras_transformer.heads import HeadsLayer
+from keras_transformer.masks import keys_mask
 from keras_transformer.relative import AlibiBias, RelativeBias, RotaryPositions
-from keras_transformer.scopes import AttentionMaps, DecodingScope
-from keras_transformer.scoring import Scoring
-
-
-def project(dense, x):
-    """Applies a Dense layer to `[B, T, D]`, as one product of `B * T` rows.
-
-    On three axes TensorFlow multiplies batch row by batch row, and its gradient holds a kernel for each of them.
-    """
-    flat = dense(ops.reshape(x, (-1, x.shape[-1])))
-    return ops.reshape(flat, (*ops.shape(x)[:-1], flat.shape[-1]))
-
-
-class _MultiHeadAttention(keras.layers.Layer):
-    """What self- and cross-attention share: the projections and the way from vectors to heads and back."""
-
-    def __init__(
-        self,
-        num_heads: int,
-        key_dim: int | None = None,
-        dropout: float = 0.0,
-        use_bias: bool = True,
-        num_kv_heads: int | None = None,
-        soft_cap: float | None = None,
-        qk_norm: bool = False,
-        kernel: str = "auto",
-        **kwargs,
-    ):
-        super().__init__(**kwargs)
-        self.num_heads = check_count("num_heads", num_heads)
-        self.key_dim = None if key_dim is None else check_count("key_dim", key_dim)
-        self.dropout = check_rate("dropout", dropout)
-        self.use_bias = bool(use_bias)
-        self.num_kv_heads = None if num_kv_heads is None else check_count("num_kv_heads", num_kv_heads)
-        if self.num_heads % (self.num_kv_heads or 1):
-            raise ValueError(f"`num_kv_heads` must divide `num_heads`; got {num_kv_heads} and {num_heads}.")
-        self.soft_cap = None if soft_cap is None else check_range("soft_cap", soft_cap, 0, above=True)
-        self.qk_norm = bool(qk_norm)
-        if kernel not in KERNELS:
-            raise ValueError(f"`kernel` must be one of {list(KERNELS)}; got {kernel!r}.")
-        self.kernel = kernel
-        self.supports_masking = True
-        self._seed = keras.random.SeedGenerator() if self.dropout else None
-
-    def _build(self, x_shape, context_shape):
-        for name, shape in (("x", x_shape), ("context", context_shape)):
-            if len(shape) != 3 or shape[-1] is None:  # token ids, most likely
-                raise ValueError(f"`{name}` must be float vectors of shape [B, T, D], D known; got {list(shape)}.")
-        width = x_shape[-1]
-        if self.key_dim is None and width % self.num_heads:
-            raise ValueError(
-                f"`d_model` must be divisible by `num_heads` where `key_dim` is None; got {width} and {self.num_heads}."
-            )
-        self.head_size = self.key_dim or width // self.num_heads
-        inner = self.num_heads * self.head_size
-        kv_inner = (self.num_kv_heads or self.num_heads) * self.head_size
-        for name, shape, features in (
-            ("query", x_shape, inner),
-            ("key", context_shape, kv_inner),
-            ("value", context_shape, kv_inner),
-            ("output", (*x_shape[:-1], inner), width),
-        ):
-            # Glorot's variance of a product that makes queries, keys and values at once: models learn faster by it
-            scale = 1.0 if name == "output" else 0.5
-            dense = keras.layers.Dense(
-                features,
-                use_bias=self.use_bias,
-                kernel_initializer=keras.initializers.VarianceScaling(scale, "fan_avg", "uniform"),
-                dtype=self.dtype_policy,
-                name=name,
-            )
-            dense.build(shape)
-            setattr(self, f"{name}_projection", dense)
-        for name in ("query", "key") if self.qk_norm else ():
-            norm = keras.layers.RMSNormalization(dtype=self.dtype_policy, name=f"{name}_norm")
-            norm.build((None, None, None, self.head_size))
-            setattr(self, f"{name}_norm", norm)
-
-    def _checked(self, attention_mask, x, context):
-        if attention_mask is None:
-            return None
-        return four_axes(attention_mask, x.shape[1], context.shape[1], self.num_heads, "attention_mask")
-
-    def _heads(self, name, x):
-        """Queries, keys or values: `[B, T, D]` -> `[B, T, N or K, H]`."""
-        heads = project(getattr(self, f"{name}_projection"), x)
-        heads = ops.reshape(heads, (*ops.shape(x)[:2], heads.shape[-1] // self.head_size, self.head_size))
-        return getattr(self, f"{name}_norm")(heads) if self.qk_norm and name != "value" else heads
-
-    def _attend(self, query, key, value, return_attention_scores, training, cached=False, **rules):
-        """Heads to the layer's output `[B, T, D]`, with the weights `[B, N, T, S]` if asked."""
-        maps = AttentionMaps.current()
-        lengths = ops.shape(query)[1], ops.shape(key)[2 if cached else 1]
-        scoring = Scoring(lengths, self.num_heads, soft_cap=self.soft_cap, **rules)
-        if cached:
-            heads, weights = cached_attention(query, key, value, scoring)
-        else:
-            kernel = "exact" if return_attention_scores or maps is not None else self.kernel
-            dropout = self.dropout if training else 0.0
-            heads, weights = attend(query, key, value, scoring, dropout, self._seed, kernel)
-        if maps is not None:
-            maps.collect(self, weights, is_cross=isinstance(self, MultiHeadCrossAttention))
-        joined = ops.reshape(heads, (*ops.shape(heads)[:2], self.num_heads * self.head_size))
-        output = project(self.output_projection, joined)
-        return (output, weights) if return_attention_scores else output
-
-    def get_config(self):
-        names = ("num_heads", "key_dim", "dropout", "use_bias", "num_kv_heads", "soft_cap", "qk_norm", "kernel")
-        return {**super().get_config(), **{name: getattr(self, name) for name in names}}
+from keras_transformer.scopes import DecodingScope
 
 
 @keras.saving.register_keras_serializable(package="keras_transformer")
-class MultiHeadSelfAttention(_MultiHeadAttention):
+class MultiHeadSelfAttention(HeadsLayer):
     """Each token attends to the tokens of its own sequence, in several heads.
 
     Vaswani et al. 2017, https://arxiv.org/abs/1706.03762, section 3.2. The output has the width of the input. The Keras
@@ -149,8 +41,8 @@ class MultiHeadSelfAttention(_MultiHeadAttention):
         qk_norm: bool, whether each query's and key's root mean square is made 1 and scaled by a learned vector `[H]`
             (Henry et al. 2020, https://arxiv.org/abs/2010.04245; as RMS norm, Dehghani et al. 2023,
             https://arxiv.org/abs/2302.05442).
-        kernel: `"exact"` keeps all weights, `"blockwise"` a block of them (`blockwise_attention`); `"auto"` takes blocks
-            where both lengths are known before run time and long. Where the weights are asked for, all are kept.
+        kernel: `"exact"` keeps all weights, `"blockwise"` a block of them (`blockwise_attention`); `"auto"` takes
+            blocks where both lengths are known before run time and long. Where weights are asked for, all are kept.
 
     Call arguments:
         x: float tensor `[B, T, D]`.
@@ -168,9 +60,9 @@ class MultiHeadSelfAttention(_MultiHeadAttention):
 
     Raises:
         ValueError: if the width is not divisible by `num_heads` and no `key_dim` is given, or `num_heads` by
-            `num_kv_heads`; on an unknown `position` or `kernel`; on integer `x`; on float masks or masks of another shape;
-            on segments that are not integers `[B, T]` or are given for one side only; on an `attention_mask` inside a
-            `DecodingScope`, or a layer with a `window` that goes on in it by several tokens at once.
+            `num_kv_heads`; on an unknown `position` or `kernel`; on integer `x`; on float masks or masks of another
+            shape; on segments that are not integers `[B, T]` or are given for one side only; on an `attention_mask`
+            inside a `DecodingScope`, or a layer with a `window` that goes on in it by several tokens at once.
 
     Example:
     ```python
@@ -242,7 +134,7 @@ class MultiHeadSelfAttention(_MultiHeadAttention):
         rules = {"causal": self.causal, "window": self.window}
         if scope is None:
             padding = keys_mask(x, padding_mask, "padding_mask")
-            rules["masks"] = padding, self._checked(attention_mask, x, x)
+            rules["masks"] = padding, self._explicit(attention_mask, x, x)
             rules["segments"] = segment_ids, segment_ids
         elif attention_mask is not None:
             raise ValueError("A causal layer takes no `attention_mask` inside a `DecodingScope`; got one.")
@@ -269,7 +161,7 @@ class MultiHeadSelfAttention(_MultiHeadAttention):
 
 
 @keras.saving.register_keras_serializable(package="keras_transformer")
-class MultiHeadCrossAttention(_MultiHeadAttention):
+class MultiHeadCrossAttention(HeadsLayer):
     """Each token attends to the tokens of another sequence, the context, in several heads.
 
     Vaswani et al. 2017, https://arxiv.org/abs/1706.03762, section 3.2.3. Queries come from `x`, keys and values from
@@ -303,6 +195,8 @@ class MultiHeadCrossAttention(_MultiHeadAttention):
     ```
     """
 
+    is_cross = True
+
     def build(self, x_shape, context_shape):
         self._build(x_shape, context_shape)
 
@@ -328,7 +222,7 @@ class MultiHeadCrossAttention(_MultiHeadAttention):
         rules = {
             "masks": (
                 keys_mask(context, context_padding_mask, "context_padding_mask"),
-                self._checked(attention_mask, x, context),
+                self._explicit(attention_mask, x, context),
             ),
             "segments": (segment_ids, context_segment_ids),
             "cached": scope is not None,

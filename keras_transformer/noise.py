@@ -84,6 +84,7 @@ def draw_state(seed):
     return ops.cast(draw_seed(seed), "int32")
 
 
+@keras.saving.register_keras_serializable(package="keras_transformer")
 class Dropout(keras.layers.Dropout):
     """`keras.layers.Dropout` by the `dropout` above."""
 

@@ -1,4 +1,4 @@
-"""Where a token stands: the sinusoids of "Attention Is All You Need", section 3.5, and the segments of packed rows.
+"""Where a token stands: sinusoids ("Attention Is All You Need", section 3.5), a learned table, segments of packed rows.
 
 Letters: `B` batch, `T` tokens, `D` width.
 """
@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_transformer.checks import check_integers, check_rate, check_vectors
+from keras_transformer.checks import check_count, check_integers, check_rate, check_vectors, concrete
 from keras_transformer.noise import Dropout
 from keras_transformer.scopes import DecodingScope
 
@@ -74,6 +74,16 @@ def positions_within(segment_ids):
     lengths = ops.reshape(lengths, (rows, length))  # of each run
     starts = ops.reshape(ops.cumsum(lengths, axis=1) - lengths, (-1,))
     return ops.arange(length, dtype="int32") - ops.reshape(ops.take(starts, run), (rows, length))
+
+
+def positions_of(x, segment_ids=None):
+    """Where the tokens of `[B, T, D]` stand: int32 `[1 or B, T]`, in a `DecodingScope` from its index on."""
+    if segment_ids is not None:
+        check_integers("segment_ids", segment_ids, x.shape[1])
+    scope, num_tokens = DecodingScope.current(), ops.shape(x)[1]
+    if scope is not None:  # what is written is one segment
+        return scope.positions(num_tokens)
+    return ops.arange(num_tokens, dtype="int32")[None] if segment_ids is None else positions_within(segment_ids)
 
 
 @keras.saving.register_keras_serializable(package="keras_transformer")
@@ -188,19 +198,73 @@ class PositionalEncoding(keras.layers.Layer):
 
     def call(self, x, segment_ids=None, training=None):
         check_vectors("x", x)
-        scope = DecodingScope.current()
-        num_tokens = ops.shape(x)[1]
-        if segment_ids is not None:
-            check_integers("segment_ids", segment_ids, x.shape[1])
-        if scope is not None:  # what is written is one segment
-            positions = scope.positions(num_tokens)
-        elif segment_ids is not None:
-            positions = positions_within(segment_ids)
-        else:
-            positions = ops.arange(num_tokens, dtype="int32")[None]
+        positions = positions_of(x, segment_ids)
         encoding = sinusoid(positions, x.shape[-1], self.max_wavelength, self.layout)  # [1 or B, T, D]
         return self.dropout_layer(x + ops.cast(encoding, x.dtype), training=training)
 
     def get_config(self):
         own = {"max_wavelength": self.max_wavelength, "layout": self.layout, "dropout": self.dropout}
         return {**super().get_config(), **own}
+
+
+@keras.saving.register_keras_serializable(package="keras_transformer")
+class LearnedPositions(keras.layers.Layer):
+    """Adds a learned vector for each position to the tokens' vectors: `x + table[position]`.
+
+    Gehring et al. 2017, https://arxiv.org/abs/1705.03122, and as in GPT and BERT. There are as many positions as the
+    table has rows: others are refused, and where that cannot be (under XLA) the vectors are NaN. The table's gradient
+    is dense: see `TokenEmbedding`. The Keras mask of `x` is passed on.
+
+    Args:
+        max_length: int, how many positions there are.
+        dropout: float in [0, 1), dropout on the sum.
+
+    Call arguments: as `PositionalEncoding`.
+
+    Returns:
+        float tensor `[B, T, D]`.
+
+    Raises:
+        ValueError: on more tokens than `max_length`, counted from what a `DecodingScope` holds; otherwise as
+            `PositionalEncoding`.
+
+    Example:
+    ```python
+    import keras
+    import numpy as np
+    import keras_transformer as kt
+    layer = kt.LearnedPositions(max_length=8)
+    encoded = layer(keras.ops.zeros((2, 3, 4)))
+    np.testing.assert_array_equal(encoded[1], layer.table[:3])
+    ```
+    """
+
+    def __init__(self, max_length: int, dropout: float = 0.0, **kwargs):
+        super().__init__(**kwargs)
+        self.max_length = check_count("max_length", max_length)
+        self.dropout = check_rate("dropout", dropout)
+        self.supports_masking = True
+
+    def build(self, input_shape):
+        self.table = self.add_weight(
+            shape=(self.max_length, input_shape[-1]),
+            initializer=keras.initializers.RandomNormal(stddev=0.02),
+            name="table",
+            autocast=False,
+        )
+        self.dropout_layer = Dropout(self.dropout, dtype=self.dtype_policy)
+
+    def call(self, x, segment_ids=None, training=None):
+        check_vectors("x", x)
+        positions = positions_of(x, segment_ids)
+        known = concrete(positions)
+        last = x.shape[1] if known is None else known.max(initial=-1) + 1
+        if last is not None and last > self.max_length:
+            raise ValueError(f"`LearnedPositions` has {self.max_length} positions; got tokens up to the {last}th.")
+        table = ops.reshape(self.table, (self.max_length, x.shape[-1]))
+        vectors = ops.take(table, positions, axis=0)
+        vectors = ops.where((positions < self.max_length)[..., None], vectors, float("nan"))
+        return self.dropout_layer(x + ops.cast(vectors, x.dtype), training=training)
+
+    def get_config(self):
+        return {**super().get_config(), "max_length": self.max_length, "dropout": self.dropout}

@@ -200,8 +200,8 @@ class RelativeBias(keras.layers.Layer):
         sides = 2 if self.bidirectional else 1
         if self.num_buckets % (2 * sides) or self.max_distance <= self.num_buckets // sides // 2:
             raise ValueError(
-                f"`num_buckets` must be a multiple of {2 * sides}, and `max_distance` above the {1 / (2 * sides):.0%} of "
-                f"them that hold one distance each; got {num_buckets} and {max_distance}."
+                f"`num_buckets` must be a multiple of {2 * sides}, and `max_distance` above the {1 / (2 * sides):.0%} "
+                f"of them that hold one distance each; got {num_buckets} and {max_distance}."
             )
         self.build()
 

@@ -226,17 +226,15 @@ def _least(a, b):
 
 
 def _held(slots, last, size):
-    """The last position, up to `last`, that a ring of `size` slots puts into each of them; below 0 where there is none."""
+    """The last position, up to `last`, that a ring of `size` slots puts into each of them; below 0 for none."""
     return last - (last - slots) % size
 
 
 def _written(to, new, slots, width):
-    """Keys or values `[G, K, W L, H]` with those of new tokens, `[R, K, T, H]`, in slots `[R, T]` of the rows' groups."""
+    """Keys or values `[G, K, W L, H]`, with those of new tokens, `[R, K, T, H]`, in slots `[R, T]` of their groups."""
     rows, heads, tokens, size = ops.shape(new)
     group, head = ops.arange(rows, dtype="int32") // width, ops.arange(heads, dtype="int32")
-    where = [
-        ops.broadcast_to(i, (rows, heads, tokens)) for i in (group[:, None, None], head[:, None], slots[:, None])
-    ]
+    where = [ops.broadcast_to(i, (rows, heads, tokens)) for i in (group[:, None, None], head[:, None], slots[:, None])]
     return ops.scatter_update(to, ops.reshape(ops.stack(where, axis=-1), (-1, 3)), ops.reshape(new, (-1, size)))
 
 

@@ -141,7 +141,7 @@ class Scoring:
         return combine_masks(*found)
 
     def reach(self, start, size, queries=True):
-        """The range of keys that `size` queries from `start` on can see by position; or, if not, of queries that see keys.
+        """The keys that `size` queries from `start` on can see by position, or else the queries that see such keys.
 
         Returns:
             (first, end), not cut to what there is.
@@ -196,11 +196,15 @@ def _cut(tensor, at, sizes):
 def _check_bias(bias, queries, keys, heads):
     shape, wanted = tuple(bias.shape), ("B or 1", f"{heads} or 1", queries or "T", keys or "S")
     is_float = keras.backend.is_float_dtype(keras.backend.standardize_dtype(bias.dtype))
-    fits = len(shape) == 4 and shape[1] in (1, heads) and all(
-        None in pair or pair[0] == pair[1] for pair in zip(shape[2:], (queries, keys))
+    fits = (
+        len(shape) == 4
+        and shape[1] in (1, heads)
+        and all(None in pair or pair[0] == pair[1] for pair in zip(shape[2:], (queries, keys)))
     )
     if not fits or not is_float:
-        raise ValueError(f"`bias` must be floats {list(wanted)}; got {bias.dtype} of shape {list(shape)}.".replace("'", ""))
+        raise ValueError(
+            f"`bias` must be floats {list(wanted)}; got {bias.dtype} of shape {list(shape)}.".replace("'", "")
+        )
     return bias
 
 
