@@ -10,6 +10,7 @@ import math
 
 import keras
 from keras import ops
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from keras_transformer.checks import check_count, check_range
 from keras_transformer.masks import check_segments, combine_masks, four_axes
@@ -84,7 +85,8 @@ class Scoring:
         sizes = ops.shape(scores)
         if self.bias is not None:
             scores = scores + ops.cast(_cut(self.bias, at, sizes), scores.dtype)
-        if self.distance_bias is not None:
+        # where JAX only describes a graph, unknown sizes do not let themselves be compared, as slices do
+        if self.distance_bias is not None and not in_symbolic_scope():
             _, head, i, j = at
             line = _cut(self.distance_bias, (head, self._line(i, j, sizes)), (sizes[1], sizes[2] + sizes[3] - 1))
             scores = scores + ops.cast(from_diagonals(line, *sizes[2:]), scores.dtype)
