@@ -45,7 +45,7 @@ def dot_product_attention(
         value: float tensor `[B, S, K, H]`, or of another head size, which is that of the output then.
         mask: bool or integer tensor, non-zero where a query may look: `[T, S]`, `[B, T, S]`, `[B, 1, T, S]`,
             `[B, N, T, S]` or, for padding, `[B, 1, 1, S]`; None for everywhere.
-        bias: float tensor `[B or 1, N or 1, T, S]` that is added to the scores.
+        bias: float tensor `[B or 1, N or 1, T, S]` that is added to the scores; below -2**31, as -inf, it hides a key.
         distance_bias: float tensor `[N, T + S - 1]` that is added to the scores by how far a key stands behind a query:
             the last `T - 1` entries are those of later keys, the one before them is that of the query's own position.
         causal: bool, whether a query may look only at its own position and before (`lower_triangular_mask`).

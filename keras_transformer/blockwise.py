@@ -26,12 +26,13 @@ def blockwise(query, key, value, scoring, dropout=0.0, seed=None):
     def attention(query, key, value, *biases):
         group = blocks.given(biases)
         index = ops.arange(ops.shape(key)[0], dtype="int32")
-        output, norms = ops.map(lambda one: group.forward(*one), (index, query, key, value))
+        output, norms = _map(group.forward, group.no_output, index, query, key, value)
 
         def backward(*args, upstream=None):
             upstream = args[0] if upstream is None else upstream
             share = ops.sum(ops.cast(upstream, "float32") * ops.cast(output, "float32"), axis=-1, keepdims=True)
-            gradients = ops.map(lambda one: group.backward(*one), (index, query, key, value, upstream, norms, share))
+            groups = index, query, key, value, upstream, norms, share
+            gradients = _map(group.backward, group.no_gradients, *groups)
             return *gradients[:3], *map(blocks.total, gradients[3:], biases)
 
         return output, backward
@@ -104,9 +105,12 @@ class _Blocks:
             norm = ops.where(somewhere, norm, 0.0)  # 0: hidden scores have weights of 0 then
             return _add(outputs, i, output), _add(norms, i, norm)
 
+        return _each((0, self.numbers[0]), of_queries, *self.no_output(index, query, key, value))
+
+    def no_output(self, index, query, key, value):
+        """Zeros for what `forward` gives, of one group or of several."""
         lead = ops.shape(query)[:-1]
-        start = ops.zeros((*lead, value.shape[-1]), self.dtype), ops.zeros((*lead, 1))
-        return _each((0, self.numbers[0]), of_queries, *start)
+        return ops.zeros((*lead, value.shape[-1]), self.dtype), ops.zeros((*lead, 1))
 
     def backward(self, index, query, key, value, upstream, norms, share):
         """Gradients of queries, keys, values and of the biases that there are."""
@@ -135,6 +139,11 @@ class _Blocks:
         start = (ops.zeros(ops.shape(x)) for x in (query, key, value)), self.scoring.no_gradients(self.members)
         gradients = _each((0, self.numbers[1]), of_keys, *start[0], *start[1])
         return *(ops.cast(x, self.dtype) for x in gradients[:3]), *gradients[3:]
+
+    def no_gradients(self, index, query, key, value, *_):
+        """What `backward` gives of no groups."""
+        biases = (ops.zeros((0, *ops.shape(x))) for x in self.scoring.no_gradients(self.members))
+        return *(ops.zeros_like(x) for x in (query, key, value)), *biases
 
     def _at(self, index, i, j):
         return index // self.kv_heads, index % self.kv_heads * self.members, i * self.sizes[0], j * self.sizes[1]
@@ -181,6 +190,14 @@ def _division(length, most):
     size = (length + number - 1) // number
     size = (size + 7) // 8 * 8
     return number, max(8, size) if isinstance(size, int) else ops.maximum(8, size)
+
+
+def _map(step, nothing, *groups):
+    """`step` of each group; of none `nothing`, for TensorFlow cannot tell the shape of what it has never seen."""
+    number = ops.shape(groups[0])[0]
+    if isinstance(number, int):
+        return ops.map(lambda one: step(*one), groups) if number else nothing(*groups)
+    return ops.cond(number > 0, lambda: ops.map(lambda one: step(*one), groups), lambda: nothing(*groups))
 
 
 def _each(span, step, *results):

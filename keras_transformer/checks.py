@@ -61,6 +61,12 @@ def check_vectors(name: str, x) -> None:
         raise ValueError(f"`{name}` must be float vectors of shape [B, T, D]; got {dtype} of shape {tuple(x.shape)}.")
 
 
+def check_shape(name: str, shape) -> None:
+    """What a layer is built for: the shape of vectors, whose width is known."""
+    if len(shape) != 3 or shape[-1] is None:  # token ids, most likely
+        raise ValueError(f"`{name}` must be float vectors of shape [B, T, D], D known; got {list(shape)}.")
+
+
 def check_integers(name: str, ids, length: int | None) -> None:
     """Labels and segments of packed rows are integers `[B, T]`."""
     dtype, shape = keras.backend.standardize_dtype(ids.dtype), tuple(ids.shape)
@@ -78,7 +84,7 @@ def check_range(name: str, value, least: float, most: float = 1e6, above: bool =
         lower = f"{'above' if above else 'at least'} {least}"
         upper = "" if most in (1e6, float("inf")) else f" and at most {most}"
         raise ValueError(f"`{name}` must be {lower}{upper}; got {value!r}.")
-    return float(value) if isinstance(value, (int, float)) else value
+    return float(value) if isinstance(value, (int, float, np.number)) else value
 
 
 def concrete(value):

@@ -7,7 +7,7 @@ import keras
 from keras import ops
 
 from keras_transformer.attention import KERNELS, attend, cached_attention
-from keras_transformer.checks import check_count, check_range, check_rate
+from keras_transformer.checks import check_count, check_range, check_rate, check_shape
 from keras_transformer.masks import four_axes
 from keras_transformer.scopes import AttentionMaps
 from keras_transformer.scoring import Scoring
@@ -57,8 +57,7 @@ class HeadsLayer(keras.layers.Layer):
 
     def _build(self, x_shape, context_shape):
         for name, shape in (("x", x_shape), ("context", context_shape)):
-            if len(shape) != 3 or shape[-1] is None:  # token ids, most likely
-                raise ValueError(f"`{name}` must be float vectors of shape [B, T, D], D known; got {list(shape)}.")
+            check_shape(name, shape)
         width = x_shape[-1]
         if self.key_dim is None and width % self.num_heads:
             raise ValueError(

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from keras_transformer.checks import check_count, check_integers, check_rate, check_vectors, concrete
+from keras_transformer.checks import check_count, check_integers, check_rate, check_shape, check_vectors, concrete
 from keras_transformer.noise import Dropout
 from keras_transformer.scopes import DecodingScope
 
@@ -246,6 +246,7 @@ class LearnedPositions(keras.layers.Layer):
         self.supports_masking = True
 
     def build(self, input_shape):
+        check_shape("x", input_shape)
         self.table = self.add_weight(
             shape=(self.max_length, input_shape[-1]),
             initializer=keras.initializers.RandomNormal(stddev=0.02),
@@ -257,8 +258,11 @@ class LearnedPositions(keras.layers.Layer):
     def call(self, x, segment_ids=None, training=None):
         check_vectors("x", x)
         positions = positions_of(x, segment_ids)
-        known = concrete(positions)
-        last = x.shape[1] if known is None else known.max(initial=-1) + 1
+        known, last = concrete(positions), None
+        if known is not None:
+            last = known.max(initial=-1) + 1
+        elif segment_ids is None and isinstance(x.shape[1], int):
+            last = x.shape[1]
         if last is not None and last > self.max_length:
             raise ValueError(f"`LearnedPositions` has {self.max_length} positions; got tokens up to the {last}th.")
         table = ops.reshape(self.table, (self.max_length, x.shape[-1]))

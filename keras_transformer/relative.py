@@ -23,7 +23,7 @@ class RotaryPositions(keras.layers.Layer):
     2023, https://arxiv.org/abs/2309.00071). Angles are computed in float32 whatever the dtype policy.
 
     Args:
-        max_wavelength: number above 0: pair `i` turns by `max_wavelength ** (-2 i / H)` radians a position.
+        max_wavelength: number above 1: pair `i` turns by `max_wavelength ** (-2 i / H)` radians a position.
         layout: `"halves"`, pair `i` is features `i` and `i + H / 2` (GPT-NeoX, Llama in Hugging Face's form), or
             `"interleaved"`, features `2 i` and `2 i + 1` (the paper's).
         scaling: None, `"linear"` or `"yarn"`.

@@ -7,6 +7,8 @@ arguments on, which TensorFlow refuses in graphs. So a block calls this around i
 
 import keras
 
+from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+
 from keras_transformer.scopes import AttentionMaps, DecodingScope
 
 
@@ -19,7 +21,8 @@ def rematerialized(layer, run, *vectors):
             need no gradient.
         vectors: what gradients flow through.
     """
-    if AttentionMaps.current() is not None or DecodingScope.current() is not None:  # nobody trains in these
+    # nobody trains in these; `RematScope(mode="larger_than")` asks in a symbolic call how large the layer's output is
+    if AttentionMaps.current() is not None or DecodingScope.current() is not None or in_symbolic_scope():
         return run(*vectors)
     variables = layer.variables
     states = layer.non_trainable_variables  # the seeds of dropout

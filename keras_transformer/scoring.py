@@ -89,7 +89,8 @@ class Scoring:
         if self.distance_bias is not None and not in_symbolic_scope():
             _, head, i, j = at
             line = _cut(self.distance_bias, (head, self._line(i, j, sizes)), (sizes[1], sizes[2] + sizes[3] - 1))
-            scores = scores + ops.cast(from_diagonals(line, *sizes[2:]), scores.dtype)
+            line = ops.maximum(ops.cast(line, scores.dtype), MASKED_SCORE)  # no -inf: a block may hold no other score
+            scores = scores + from_diagonals(line, *sizes[2:])
         return scores
 
     def _line(self, i, j, sizes):
@@ -125,6 +126,8 @@ class Scoring:
         """Which keys of a block may be looked at: bool `[b or 1, n or 1, t or 1, s]`; None for all."""
         row, head, i, j = at
         found = [_cut(mask, at, sizes) for mask in self.masks]
+        if self.bias is not None:  # -inf hides, too, and so does what comes near it
+            found.append(ops.cast(_cut(self.bias, at, sizes), "float32") > MASKED_SCORE / 2)
         if self.segments is not None:
             queries, keys = (
                 _cut(ids, (row, start), (sizes[0], size)) for ids, start, size in zip(self.segments, (i, j), sizes[2:])
