@@ -10,6 +10,7 @@ groups of heads, one of which is worked on at a time; `t`, `s` queries and keys 
 
 import copy
 
+import keras
 from keras import ops
 
 from keras_transformer.noise import draw_state, weights_dropout
@@ -20,6 +21,11 @@ BLOCK = 2**18  # weights of a block: 1 MB in float32, which stay near the proces
 
 def blockwise(query, key, value, scoring, dropout=0.0, seed=None):
     """Output `[B, T, N, H]` of attention by a `Scoring`: see `blockwise_attention`."""
+    if keras.backend.backend() == "jax" and not dropout and scoring.is_plain():
+        try:
+            return ops.dot_product_attention(query, key, value, is_causal=scoring.causal, flash_attention=True)
+        except (ImportError, NotImplementedError, RuntimeError, ValueError):
+            pass  # Keras says so where the device, the dtype or the sizes have no flash kernel
     blocks = _Blocks(query, key, scoring, dropout, draw_state(seed) if dropout else None)
 
     @ops.custom_gradient

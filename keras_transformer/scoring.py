@@ -97,6 +97,11 @@ class Scoring:
         """Where the distances of a block begin in `distance_bias`."""
         return j - i - sizes[-2] + self.padding[0] + self.lengths[0]
 
+    def is_plain(self):
+        """Whether nothing but the triangle of as many queries as keys decides."""
+        is_square = not self.causal or self.lengths[0] == self.lengths[1]
+        return is_square and not (self.masks or self.biases or self.segments or self.window or self.soft_cap)
+
     @property
     def biases(self):
         """The biases that there are."""

@@ -255,7 +255,6 @@ def assert_nan_beyond_the_table(y, table, positions):
 
 
 @on_tensorflow
-@pytest.mark.slow
 def test_under_xla_vectors_of_positions_that_there_are_not_are_nan():
     import tensorflow as tf
 
