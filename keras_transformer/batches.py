@@ -36,7 +36,7 @@ def padded_batches(read, pads, arrange, tokens_per_batch, max_length, shuffle, s
 
     counts, tokens = _count(read(), join, max_length)
     if chosen is None:
-        chosen = [max_length] if packed else best_buckets(counts, check_count("buckets", buckets))
+        chosen = [max_length] if packed else best_buckets(counts, int(buckets))
     sizes = [tokens_per_batch // length for length in chosen]
     steps, positions = _plan(counts, chosen, sizes)
     epochs = _Epochs()
@@ -60,7 +60,8 @@ def padded_batches(read, pads, arrange, tokens_per_batch, max_length, shuffle, s
 
 def given_lengths(buckets, max_length):
     """(rising list of the lengths to pad to, or None if `buckets` is their number; the most tokens of a row)."""
-    if np.isscalar(buckets):
+    if np.isscalar(buckets) or buckets is None:
+        check_count("buckets", buckets)
         return None, check_count("max_length", max_length)
     lengths = sorted(check_count("buckets", length) for length in buckets)
     if not lengths:

@@ -15,7 +15,17 @@ from keras_transformer.multi_head import MultiHeadCrossAttention, MultiHeadSelfA
 from keras_transformer.noise import Dropout
 from keras_transformer.remat import rematerialized
 
-NORMALIZATIONS = {"layer": keras.layers.LayerNormalization, "rms": keras.layers.RMSNormalization}
+
+@keras.saving.register_keras_serializable(package="keras_transformer")
+class RMSNormalization(keras.layers.RMSNormalization):
+    """`keras.layers.RMSNormalization` that passes masks on, as `LayerNormalization` does; Keras's warns and drops them."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.supports_masking = True
+
+
+NORMALIZATIONS = {"layer": keras.layers.LayerNormalization, "rms": RMSNormalization}
 
 
 class _Block(keras.layers.Layer):
@@ -197,7 +207,8 @@ class DecoderBlock(_Block):
         float tensor `[B, T, D]`.
 
     Raises:
-        ValueError: as `EncoderBlock`; if it was built with a context and is called without one, or the other way round.
+        ValueError: as `EncoderBlock`; if it was built with a context and is called without one, or the other way round; on
+            masks or segments of a context without one.
 
     Example:
     ```python
@@ -234,6 +245,8 @@ class DecoderBlock(_Block):
         padding_mask = padding_of(x, padding_mask, "padding_mask")
         if has_context:
             context_padding_mask = padding_of(context, context_padding_mask, "context_padding_mask")
+        elif context_padding_mask is not None or context_segment_ids is not None:
+            raise ValueError("Masks and segments of a context need the context; got them without one.")
         segments = {"segment_ids": segment_ids, "context_segment_ids": context_segment_ids}
 
         def attend(y):

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import keras
 import numpy as np
 
 from keras_transformer.checks import check_count, check_range, concrete
@@ -49,6 +50,8 @@ def check_call(numbers: dict, options: dict) -> dict:
 
 def check_model(name: str, model, tokenizer, reads: list) -> None:
     """Raises a ValueError if a model does not fit: what it reads beside what it writes, how many tokens it knows."""
+    if keras.backend.backend() != "tensorflow":
+        raise ValueError(f"A {name} needs the TensorFlow backend, a graph of text; got {keras.backend.backend()!r}.")
     inputs = sorted({tensor.name for tensor in model.inputs})
     if len(inputs) != 1 + len(reads) or not set(reads) <= set(inputs):
         raise ValueError(f"The model of a {name} must have the inputs {reads} and what it writes; got {inputs}.")

@@ -3,6 +3,7 @@
 TensorFlow is imported where it is used. Letters: `B` batch, `S` source tokens, `T` target tokens.
 """
 
+import collections.abc
 import itertools
 
 import numpy as np
@@ -153,6 +154,8 @@ def _tokenized(name, items, tokenize):
 
     if isinstance(items, tf.data.Dataset):
         items = items.as_numpy_iterator
+    elif isinstance(items, str) or not callable(items) and not isinstance(items, collections.abc.Iterable):
+        raise ValueError(f"`{name}` must be an iterable or a function that returns an iterator; got {items!r}.")
     elif not callable(items) and iter(items) is items:
         raise ValueError(
             f"`{name}` is read once to count and again in each epoch: it must be a list, another iterable that starts "

@@ -9,6 +9,8 @@ import itertools
 import os
 import pathlib
 
+import numpy as np
+
 from keras_transformer.checks import check_count
 
 
@@ -63,8 +65,8 @@ def read_tsv(path, columns=(0, 1)):
 
     Args:
         path: str or path.
-        columns: the numbers of the columns, from 0. One column gives texts, more give tuples. All lines must have as
-            many columns as the first.
+        columns: the numbers of the columns, from 0, an int or several. One column gives texts, more give tuples. All
+            lines must have as many columns as the first.
 
     Returns:
         Iterable of strings or of tuples of strings, read anew each time.
@@ -83,7 +85,10 @@ def read_tsv(path, columns=(0, 1)):
     ```
     """
     lines = read_lines(path)
+    columns = (columns,) if np.isscalar(columns) or columns is None else columns
     columns = [check_count("columns", column, least=0) for column in columns]
+    if not columns:
+        raise ValueError("`columns` must name a column; got none.")
 
     def read():
         width = None

@@ -596,3 +596,10 @@ def test_a_block_is_exported_for_any_batch_and_length(cls, num_inputs, norm_firs
     for batch, lengths in ((1, (4, 2)), (3, (1, 5))):
         args = [rng.normal(size=(batch, n, WIDTH)).astype("float32") for n in lengths[:num_inputs]]
         close(served(args), model(args))
+
+
+@pytest.mark.parametrize("what", ["context_padding_mask", "context_segment_ids"])
+def test_masks_and_segments_of_a_context_that_is_not_there_are_refused(what):
+    block = kt.DecoderBlock(num_heads=2, intermediate_dim=8)
+    with pytest.raises(ValueError, match="Masks and segments of a context need the context; got them without one"):
+        block(ops.ones((1, 3, 8)), **{what: np.ones((1, 3), "int32")})

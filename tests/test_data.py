@@ -4,6 +4,7 @@ import collections
 import itertools
 import logging
 import pathlib
+import re
 import textwrap
 
 import keras
@@ -601,3 +602,19 @@ def test_memory_does_not_grow_with_the_corpus():
     """
     few, many = run_in_fresh_process(PEAK + textwrap.dedent(code))
     assert many - few < 50
+
+
+@pytest.mark.parametrize(
+    "wrong, rule",
+    [
+        ({"buckets": None}, "`buckets` must be a whole number of at least 1; got None"),
+        ({"buckets": 0}, "`buckets` must be a whole number of at least 1; got 0"),
+        ({"pairs": None}, "`pairs` must be an iterable or a function that returns an iterator; got None"),
+        ({"pairs": "ab"}, "`pairs` must be an iterable or a function that returns an iterator; got 'ab'"),
+        ({"pairs": 3}, "`pairs` must be an iterable or a function that returns an iterator; got 3"),
+    ],
+)
+def test_what_is_no_corpus_and_no_number_of_buckets_is_refused(tokenizer, wrong, rule):
+    arguments = {"pairs": [("a", "b")], "source_tokenizer": tokenizer, "target_tokenizer": tokenizer, **wrong}
+    with pytest.raises(ValueError, match=re.escape(rule)):
+        kt.pair_batches(**arguments)

@@ -144,7 +144,7 @@ def test_options_change_the_number_of_parameters():
 def test_presets_have_the_sizes_of_the_paper():
     """Table 3 of https://arxiv.org/abs/1706.03762; 37000 tokens (section 5.1) give its 65 and 213 million weights."""
     columns = ("num_layers", "d_model", "intermediate_dim", "num_heads", "dropout")
-    assert set(kt.PRESETS) == {"tiny", "small", "base", "big"}
+    assert set(kt.PRESETS) == {"tiny", "small", "base", "big", "llama"}
     for name, values, millions in (("base", (6, 512, 2048, 8, 0.1), 65), ("big", (6, 1024, 4096, 16, 0.3), 213)):
         assert kt.PRESETS[name] == dict(zip(columns, values))
         assert parameters(37000, **kt.PRESETS[name]) == pytest.approx(millions * 1e6, rel=0.04)
@@ -451,3 +451,139 @@ def test_it_computes_what_torch_computes(name, norm_first):
     assert output.shape == expected.shape == (2, 4, 16)
     real = arrays["target_mask"]
     close(output[real], expected[real])
+
+
+# which positions are added to embeddings
+
+
+def language_model(**options):
+    return kt.build_language_model(
+        VOCAB, **{"d_model": 16, "num_layers": 1, "num_heads": 2, "intermediate_dim": 32, **options}
+    )
+
+
+BUILDERS = {"transformer": small, "language model": language_model}
+of_both_builders = pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
+
+
+def inputs_of(model, batch=SHORT):
+    return batch if isinstance(model.input, dict) else batch["target"]
+
+
+def position_layers(model):
+    """What stands between embeddings and blocks, by name."""
+    return {layer.name: type(layer).__name__ for layer in model.layers if layer.name.endswith("positions")}
+
+
+@pytest.mark.parametrize(
+    ["options", "kind"],
+    [
+        ({}, "PositionalEncoding"),
+        ({"positions": "sinusoid"}, "PositionalEncoding"),
+        ({"positions": "learned", "max_length": 8}, "LearnedPositions"),
+        ({"positions": "none"}, "Dropout"),
+        ({"attention": {"position": "rotary"}}, "Dropout"),
+        ({"attention": {"position": {"type": "alibi"}}}, "Dropout"),
+        ({"attention": {"window": 2}}, "PositionalEncoding"),
+        ({"attention": {"position": None}}, "PositionalEncoding"),
+        ({"attention": {"position": "relative"}, "positions": "sinusoid"}, "PositionalEncoding"),
+        ({"attention": {"position": "alibi"}, "positions": "learned", "max_length": 8}, "LearnedPositions"),
+    ],
+    ids=str,
+)
+def test_positions_say_what_is_added_and_where_attention_has_some_it_is_nothing(options, kind):
+    assert position_layers(small(**options)) == {"source_positions": kind, "target_positions": kind}
+    assert position_layers(language_model(**options)) == {"positions": kind}
+
+
+@of_both_builders
+def test_dropout_behind_embeddings_acts_without_positions_too(build):
+    model = build(positions="none", dropout=0.5)
+    layers = [model.get_layer(name) for name in position_layers(model)]
+    assert {layer.rate for layer in layers} == {0.5}
+
+
+def test_without_positions_the_order_of_a_source_does_not_matter_and_with_them_it_does():
+    turned = {**SHORT, "source": SHORT["source"][:, ::-1]}
+    model = small(positions="none")
+    close(model(turned), model(SHORT))
+    for options in ({}, {"positions": "learned", "max_length": 4}, {"attention": {"position": "rotary"}}):
+        model = small(**options)
+        for weight in model.trainable_weights:  # learned positions and biases start near 0
+            weight.assign(array(weight) + 0.3 * np.random.default_rng(0).normal(size=weight.shape))
+        assert np.abs(array(model(turned)) - array(model(SHORT))).max() > 1e-2
+
+
+@of_both_builders
+@pytest.mark.parametrize("packed", [False, True])
+def test_learned_positions_are_a_table_of_each_side_and_come_back(build, packed, tmp_path):
+    model = build(positions="learned", max_length=np.int64(5), packed=packed)
+    plain, sides = build(positions="none"), len(position_layers(model))
+    assert model.count_params() == plain.count_params() + sides * 5 * 16
+    again, inputs = reloaded(model, tmp_path), inputs_of(model)
+    close(again(inputs), model(inputs))
+    assert position_layers(again) == position_layers(model)
+    long = np.full((2, 6), 4)
+    with pytest.raises(ValueError, match="has 5 positions; got tokens up to the 6th"):
+        again(inputs_of(model, {"source": long, "target": long}))
+
+
+def test_a_packed_row_may_be_longer_than_a_table_of_positions():
+    plain, packed = (language_model(positions="learned", max_length=3, packed=p) for p in (False, True))
+    packed.set_weights(plain.get_weights())
+    texts = SHORT["target"]
+    close(ops.reshape(packed(texts.reshape(1, 6)), (2, 3, VOCAB)), plain(texts))
+
+
+def test_a_model_with_learned_positions_writes_up_to_its_last_position():
+    model = small(positions="learned", max_length=7, dropout=0.0)
+    source, options = {"source": SHORT["source"]}, {"min_length": 7, "max_length": 7}
+    found = kt.Generator(model, 7)(source, **options)
+    ids = array(found["ids"])[:, 0].astype("int32")
+    logits = array(model({**source, "target": np.concatenate([[[2], [2]], ids[:, :-1]], axis=1)}))
+    logits[:, :, 0] = logits[:, :-1, 3] = -np.inf
+    np.testing.assert_array_equal(np.argmax(logits[:, :6, :], -1), ids[:, :6])
+    if TF:  # inside a graph of JAX's a row cannot be refused: it is NaN
+        with pytest.raises(Exception, match="has 7 positions|is not in"):
+            kt.Generator(model, 8)(source, min_length=8)
+
+
+@of_both_builders
+@pytest.mark.parametrize(
+    ["arguments", "message"],
+    [
+        ({"positions": "rotary"}, "`positions` must be 'sinusoid', 'learned', 'none' or None; got 'rotary'"),
+        ({"positions": True}, "`positions` must be 'sinusoid', 'learned', 'none' or None; got True"),
+        ({"positions": "learned"}, "`max_length` belongs to `positions='learned'`; got None and 'learned'"),
+        ({"max_length": 8}, "`max_length` belongs to `positions='learned'`; got 8 and 'sinusoid'"),
+        ({"positions": "none", "max_length": 8}, "`max_length` belongs to `positions='learned'`; got 8 and 'none'"),
+        ({"positions": "learned", "max_length": 0}, "`max_length` must be a whole number of at least 1; got 0"),
+    ],
+)
+def test_wrong_positions_are_refused(build, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        build(**arguments)
+
+
+# the form of Llama 2
+
+
+def test_the_llama_preset_has_the_parts_of_llama():
+    """Query heads in groups, gates, scales of RMS norms, one also behind the last block, and no biases."""
+    model = kt.build_language_model(VOCAB, **{**kt.PRESETS["llama"], "num_layers": 1})
+    decoder = model.get_layer("decoder")
+    shapes = {weight.path.removeprefix("decoder_block_1/"): tuple(weight.shape) for weight in decoder.weights}
+    assert shapes == {
+        "self_attention/query/kernel": (256, 256),
+        "self_attention/key/kernel": (256, 64),
+        "self_attention/value/kernel": (256, 64),
+        "self_attention/output/kernel": (256, 256),
+        "self_attention_norm/scale": (256,),
+        "feed_forward/inner/kernel": (256, 688),
+        "feed_forward/gate/kernel": (256, 688),
+        "feed_forward/output/kernel": (688, 256),
+        "feed_forward_norm/scale": (256,),
+        "decoder_norm/scale": (256,),
+    }
+    assert position_layers(model) == {"positions": "Dropout"}
+    assert small(**{**kt.PRESETS["llama"], "num_layers": 1})(PADDED).shape == (2, 5, VOCAB)

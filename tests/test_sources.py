@@ -349,3 +349,14 @@ def test_texts_of_a_column_feed_batches(write):
     tokenizer = kt.Tokenizer.train(["a b c d"], kind="word")
     ((_, labels),) = kt.text_batches(kt.read_tsv(write("1\ta b\n2\tc d\n"), columns=[1]), tokenizer, max_length=4)
     assert tokenizer.decode(labels) == ["a b", "c d"]
+
+
+def test_one_column_may_be_named_by_its_number_alone(write):
+    corpus = kt.read_tsv(write("one\tuno\ntwo\tdos\n"), columns=1)
+    assert list(corpus) == ["uno", "dos"]
+
+
+@pytest.mark.parametrize("columns", [None, (), -1, "0"])
+def test_what_names_no_column_is_refused(write, columns):
+    with pytest.raises(ValueError, match="`columns` must"):
+        kt.read_tsv(write("one\tuno\n"), columns=columns)
