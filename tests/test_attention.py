@@ -534,3 +534,23 @@ def test_a_compiled_cached_step_agrees_with_the_full_pass(rng, xla):
         output, cache = one(x[:, t : t + 1], ops.array([t, t]), cache)
         outputs.append(output)
     np.testing.assert_allclose(ops.concatenate(outputs, axis=1), full, atol=1e-5)
+
+
+@pytest.mark.skipif(keras.backend.backend() != "jax", reason="Keras has flash kernels on JAX")
+@pytest.mark.parametrize(
+    "options, flash",
+    [({}, True), ({"causal": True}, True), ({"dropout": 0.1, "seed": 1}, False), ({"window": 2}, False)],
+)
+def test_keras_flash_kernels_are_used_where_they_apply(rng, monkeypatch, options, flash):
+    q, k, v = heads(rng, keys=4)
+    expected, _ = kt.dot_product_attention(q, k, v, **options)
+    np.testing.assert_allclose(kt.blockwise_attention(q, k, v, **options), expected, atol=1e-5)  # no such device
+    calls = []
+
+    def theirs(query, key, value, is_causal, flash_attention):
+        calls.append((is_causal, flash_attention))
+        return query
+
+    monkeypatch.setattr(ops, "dot_product_attention", theirs)
+    kt.blockwise_attention(q, k, v, **options)
+    assert calls == ([(options.get("causal", False), True)] if flash else [])

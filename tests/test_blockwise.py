@@ -399,7 +399,7 @@ def visits(monkeypatch, queries, keys, **options):
     stage = ["forward"]
 
     def counted(self, index, i, j, *rest):
-        seen[stage[0]].add((int(i), int(j)))
+        seen[stage[0]].add((np.asarray(i).item(), np.asarray(j).item()))
         return scores(self, index, i, j, *rest)
 
     def entered(self, *arguments):
@@ -672,7 +672,7 @@ def test_values_and_gradients_are_those_of_pytorch(rng, kernel, kind):
 @pytest.mark.parametrize("causal", [False, True])
 def test_grouped_heads_and_windows_are_those_of_keras(rng, kernel, window, causal):
     x = normal(rng, 2, 40, 12)
-    theirs = keras.layers.GroupedQueryAttention(3, 4, 2, sliding_window=window)
+    theirs = keras.layers.GroupQueryAttention(3, 4, 2, sliding_window=window)
     theirs.build(x.shape, x.shape)
     for weight in theirs.weights:
         weight.assign(normal(rng, *weight.shape))
