@@ -38,7 +38,7 @@ def main():
     columns = ["", "dropout", "positions", *(f"{kind}, {what}" for kind in KINDS for what in ("s", "MB"))]
     text = f"{versions('keras', 'tensorflow')}. {__doc__.split(chr(10) * 2)[2]}\n\n{table(columns, rows)}\n"
     windows = {window: alone("auto", WINDOWED, True, 0.0, window) for window in WINDOWS}
-    spread = [[window, f"{seconds / WINDOWED * 1e6:.0f}", f"{peak:,.0f}"] for window, (seconds, peak) in windows.items()]
+    spread = [[size, f"{seconds / WINDOWED * 1e6:.0f}", f"{peak:,.0f}"] for size, (seconds, peak) in windows.items()]
     columns = ["window", "microseconds a position", "MB"]
     text += f"\nCausal windows over {WINDOWED} positions:\n\n{table(columns, spread)}\n\n![](attention.png)"
     record("Attention", text)

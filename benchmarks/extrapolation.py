@@ -2,10 +2,11 @@
 
     python benchmarks/extrapolation.py     # half an hour on 2 cores
 
-A decoder of 3 layers, width 64, reads `start task symbols separator` and writes the symbols again, or from last to first
-(the two tasks are mixed). It is trained on up to 64 random symbols out of 32 and tested on up to 256, with the right
-symbols before each that it has to predict: the figures are the share of symbols that it gets right. The models differ in
-their positions only: sinusoids, learned (a table for the longest test, of which training sees a part), rotary, ALiBi.
+A decoder of 3 layers, width 64, reads `start task symbols separator` and writes the symbols again, or from last to
+first (the two tasks are mixed). It is trained on up to 64 random symbols out of 32 and tested on up to 256, with the
+right symbols before each that it has to predict: the figures are the share of symbols that it gets right. The models
+differ in their positions only: sinusoids, learned (a table for the longest test, of which training sees a part),
+rotary, ALiBi.
 """
 
 import argparse

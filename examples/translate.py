@@ -73,22 +73,9 @@ def train(folder, pairs, valid, test, policy, seed, **options):
         pairs, tokenizer, tokenizer, sizes["tokens"], max_length=MAX_LENGTH, shuffle=len(pairs), seed=seed
     )
     valid_batches = kt.pair_batches(valid, tokenizer, tokenizer, max_length=MAX_LENGTH)
-    preset = kt.PRESETS[sizes["preset"]]
-    preset = {**preset, "dropout": sizes.get("dropout", preset["dropout"])}
-    model = kt.build_transformer(tokenizer.vocab_size, norm_first=True, **preset)
-    model.summary()
     print(f"{len(batches)} batches an epoch, {batches.padding:.1%} padding")
-    steps = sizes["epochs"] * len(batches)
-    warmup = steps // 20
-    highest = 2e-3 * (128 / preset["d_model"]) ** 0.5
-    rate = keras.optimizers.schedules.CosineDecay(0.0, steps - warmup, warmup_target=highest, warmup_steps=warmup)
-    optimizer = keras.optimizers.Adam(rate, beta_2=0.98, epsilon=1e-9)
-    model.compile(
-        optimizer if policy != "mixed_float16" else keras.optimizers.LossScaleOptimizer(optimizer),
-        kt.TokenCrossentropy(label_smoothing=0.1),
-        metrics=[kt.TokenLoss(), kt.TokenAccuracy()],
-        jit_compile=False,  # XLA compiles for each length, and is no faster on a CPU
-    )
+    model = compiled_model(tokenizer.vocab_size, sizes, sizes["epochs"] * len(batches), policy)
+    model.summary()
     greedy = kt.Translator(model, tokenizer, tokenizer, max_length=MAX_LENGTH, width=1)
     sample = valid[:200]
     scores = kt.GenerationScores(greedy, [source for source, _ in sample], [target for _, target in sample])
@@ -108,6 +95,28 @@ def train(folder, pairs, valid, test, policy, seed, **options):
     translator.export(folder / "saved_model")
     plot_curve(log, folder / "learning_curve.png")
     show_scores(translator, test)
+
+
+def compiled_model(vocab_size, sizes, steps, policy):
+    """A Transformer of some `sizes` that is about to be trained for so many steps."""
+    import keras
+
+    import keras_transformer as kt
+
+    preset = kt.PRESETS[sizes["preset"]]
+    preset = {**preset, "dropout": sizes.get("dropout", preset["dropout"])}
+    model = kt.build_transformer(vocab_size, norm_first=True, **preset)
+    warmup = steps // 20
+    highest = 2e-3 * (128 / preset["d_model"]) ** 0.5
+    rate = keras.optimizers.schedules.CosineDecay(0.0, steps - warmup, warmup_target=highest, warmup_steps=warmup)
+    optimizer = keras.optimizers.Adam(rate, beta_2=0.98, epsilon=1e-9)
+    model.compile(
+        optimizer if policy != "mixed_float16" else keras.optimizers.LossScaleOptimizer(optimizer),
+        kt.TokenCrossentropy(label_smoothing=0.1),
+        metrics=[kt.TokenLoss(), kt.TokenAccuracy()],
+        jit_compile=False,  # XLA compiles for each length, and is no faster on a CPU
+    )
+    return model
 
 
 def evaluate(folder, pairs):
