@@ -18,7 +18,7 @@ from keras_transformer.remat import rematerialized
 
 @keras.saving.register_keras_serializable(package="keras_transformer")
 class RMSNormalization(keras.layers.RMSNormalization):
-    """`keras.layers.RMSNormalization` that passes masks on, as `LayerNormalization` does; Keras's warns and drops them."""
+    """`keras.layers.RMSNormalization` that passes masks on; Keras's drops them with a warning."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -207,8 +207,8 @@ class DecoderBlock(_Block):
         float tensor `[B, T, D]`.
 
     Raises:
-        ValueError: as `EncoderBlock`; if it was built with a context and is called without one, or the other way round; on
-            masks or segments of a context without one.
+        ValueError: as `EncoderBlock`; if it was built with a context and is called without one, or the other way
+            round; on masks or segments of a context without one.
 
     Example:
     ```python

@@ -98,8 +98,7 @@ class _Blocks:
             def merge(j, output, norm):
                 _, scores = self._scores(index, i, j, queries, _part(key, j, s))
                 weights = ops.softmax(scores, axis=-1)  # [G, t, s]
-                peak = (ops.max(x, axis=-1, keepdims=True) for x in (scores, weights))
-                new_norm = next(peak) - ops.log(next(peak))  # [G, t, 1]
+                new_norm = ops.max(scores, axis=-1, keepdims=True) - ops.log(ops.max(weights, axis=-1, keepdims=True))
                 new = self._product(weights * self._kept(index, i, j), _part(value, j, s))
                 merged = ops.logaddexp(norm, new_norm)
                 return output * ops.exp(norm - merged) + new * ops.exp(new_norm - merged), merged

@@ -100,7 +100,7 @@ class MultiHeadSelfAttention(HeadsLayer):
         """Makes the layer that turns queries and keys, or the one that makes biases."""
         kinds = {"rotary": (RotaryPositions,), "alibi": (AlibiBias, self.num_heads)}
         kinds["relative"] = RelativeBias, self.num_heads, not self.causal
-        if type not in kinds:
+        if not isinstance(type, str) or type not in kinds:
             raise ValueError(f"`position` must be one of {list(kinds)}, or a dict with it as 'type'; got {type!r}.")
         options = check_options("position", options, *kinds[type])
         layer = kinds[type][0](*kinds[type][1:], **options, dtype=self.dtype_policy, name="position")

@@ -54,17 +54,15 @@ class Scoring:
     def padded(self, queries, keys):
         """The same for tensors with as many queries and keys of padding behind."""
 
-        def pad(tensor, *axes):  # `axes`: which hold queries and which keys; an axis of size 1 stands for all
-            ends = [0] * len(tensor.shape)
-            for axis, end in zip(axes, (queries, keys)):
-                ends[axis] = 0 if tensor.shape[axis] == 1 else end
-            return ops.pad(tensor, [[0, end] for end in ends])
+        def pad(mask):  # an axis of size 1 stands for all
+            ends = (0 if size == 1 else end for size, end in zip(mask.shape[2:], (queries, keys)))
+            return ops.pad(mask, [[0, 0], [0, 0], *([0, end] for end in ends)])
 
         new = copy.copy(self)
         new.padding = queries, keys
-        new.masks = [pad(mask, -2, -1) for mask in self.masks]
+        new.masks = [pad(mask) for mask in self.masks]
         if self.bias is not None:
-            new.bias = pad(self.bias, -2, -1)
+            new.bias = ops.pad(self.bias, [[0, 0], [0, 0], [0, queries], [0, keys]])
         if self.distance_bias is not None:
             new.distance_bias = ops.pad(self.distance_bias, [[0, 0], [queries, keys]])
         if self.segments is not None:
