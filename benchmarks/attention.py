@@ -1,11 +1,11 @@
 """Attention over long sequences: a block at a time, all at once, and Keras's layer.
 
-    python benchmarks/attention.py                  # 25 minutes on 2 cores, 10 GB
+    python benchmarks/attention.py                  # 12 minutes on 2 cores, 10 GB
     python benchmarks/attention.py --lengths 512 8192
 
 One row, 8 heads of 32 in a self-attention layer of width 256, forward and backward in float32, as a TensorFlow graph
-without XLA. Each figure is from a process of its own: seconds are the median of several steps, peak memory is what the
-process took above what it had before. Keras and "exact" hold the scores of all queries and keys, so they end at 8192.
+without XLA. Each figure is from a process of its own: seconds are the median of the steps in ten seconds, peak memory is what
+the process took above what it had before. Keras and "exact" hold the scores of all queries and keys, so they end at 8192.
 """
 
 import argparse
@@ -93,7 +93,7 @@ def measure(kind, length, causal, dropout, window=None):
 
     before, seconds, start = peak(), [], time.perf_counter()
     step(x).numpy()  # traces
-    while len(seconds) < 3 or len(seconds) < 15 and time.perf_counter() - start < 10:
+    while not seconds or len(seconds) < 15 and time.perf_counter() - start < 10:
         began = time.perf_counter()
         step(x).numpy()
         seconds.append(time.perf_counter() - began)

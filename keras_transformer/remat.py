@@ -6,7 +6,6 @@ arguments on, which TensorFlow refuses in graphs. So a block calls this around i
 """
 
 import keras
-
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from keras_transformer.scopes import AttentionMaps, DecodingScope
