@@ -4,8 +4,9 @@
     python benchmarks/attention.py --lengths 512 8192
 
 One row, 8 heads of 32 in a self-attention layer of width 256, forward and backward in float32, as a TensorFlow graph
-without XLA. Each figure is from a process of its own: seconds are the median of the steps in ten seconds, peak memory is what
-the process took above what it had before. Keras and "exact" hold the scores of all queries and keys, so they end at 8192.
+without XLA. Each figure is from a process of its own: seconds are the median of the steps in ten seconds, peak memory
+is what the process took above what it had before. Keras and "exact" hold the scores of all queries and keys, so they
+end at 8192.
 """
 
 import argparse
