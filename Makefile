@@ -18,8 +18,8 @@ test: .venv/.test
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile
 
 # what runs on every backend; text, data and export are TensorFlow's
-JAX_TESTS := $(patsubst %,tests/test_%.py,noise positions attention embeddings crossentropy blocks models packing search \
-    generator training callbacks resume)
+JAX_TESTS := $(patsubst %,tests/test_%.py,noise positions relative attention blockwise variants remat embeddings \
+    crossentropy blocks models packing search generator training callbacks resume)
 
 lint: .venv/.test
 	$(BIN)/ruff check .
