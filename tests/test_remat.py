@@ -2,6 +2,7 @@
 
 import contextlib
 import pathlib
+import re
 import textwrap
 
 import keras
@@ -78,11 +79,11 @@ def step(model, inputs, training=True):
     return plain(output), [*map(plain, gradients)], [*map(plain, others)]
 
 
-def assert_same_step(found, expected):
+def assert_same_step(found, expected, tolerance=1e-6):
     output, gradients, others = expected
-    np.testing.assert_allclose(found[0], output, atol=1e-6)
+    np.testing.assert_allclose(found[0], output, atol=tolerance)
     for own, right in zip(found[1], gradients):
-        np.testing.assert_allclose(own, right, atol=1e-5 * max(1, np.abs(right).max()))
+        np.testing.assert_allclose(own, right, atol=10 * tolerance * max(1, np.abs(right).max()))
     for own, right in zip(found[2], others):
         np.testing.assert_array_equal(own, right)
 
@@ -138,16 +139,17 @@ def test_outputs_gradients_and_seeds_are_the_same(kind, options):
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", pytest.param("mixed_float16", marks=pytest.mark.slow)])
 def test_outputs_gradients_and_seeds_are_the_same_in_half_precision(policy):
     keras.config.set_dtype_policy(policy)
-    assert_scope_changes_nothing("encoder")
+    # JAX rounds to half precision at other places where it has other neighbours to fuse
+    assert_scope_changes_nothing("encoder", tolerance=1e-6 if IS_TENSORFLOW else 3e-3)
 
 
-def assert_scope_changes_nothing(kind, **options):
+def assert_scope_changes_nothing(kind, tolerance=1e-6, **options):
     steps = []
     for is_on in (False, True):
         with scope(is_on):
             model, inputs = compose(kind, **options)
         steps.append(step(model, inputs))
-    assert_same_step(*steps)
+    assert_same_step(*steps, tolerance)
     assert all(np.any(gradient) for gradient in steps[0][1][:-1])
     with pytest.raises(AssertionError):  # dropout has acted
         np.testing.assert_allclose(steps[0][0], plain(model(inputs)), atol=1e-3)
@@ -170,7 +172,7 @@ def test_blocks_are_checkpoints_of_jax():
             model, inputs = compose("both")
         values = [[v.value for v in vs] for vs in (model.trainable_variables, model.non_trainable_variables)]
         text = str(jax.make_jaxpr(lambda *v: model.stateless_call(*v, inputs, training=True))(*values))  # noqa: B023
-        assert text.count("= checkpoint[") == (4 if is_on else 0)
+        assert len(re.findall(r"= (?:remat|checkpoint)\w*\[", text)) == (4 if is_on else 0)
 
 
 @pytest.mark.parametrize("kind", ["encoder", "both"])
@@ -263,14 +265,14 @@ def test_caches_and_maps_work_inside():
     for is_on in (False, True):
         keras.utils.set_random_seed(1)
         with scope(is_on):
-            models.append(kt.build_transformer(VOCAB, **kt.PRESETS["tiny"]))
+            models.append(kt.build_transformer(VOCAB, **{**kt.PRESETS["tiny"], "num_layers": 1}))
     found = []
     for model in models:
         with kt.AttentionMaps() as maps:
             model({"source": SOURCE, "target": TARGET})
         answer = kt.Generator(model, max_length=4)({"source": SOURCE})
         found.append({**maps, "ids": answer["ids"], "score": answer["score"]})
-    assert found[0].keys() == found[1].keys() and len(found[0]) >= 8
+    assert found[0].keys() == found[1].keys() and len(found[0]) == 5
     for name, expected in found[0].items():
         np.testing.assert_allclose(found[1][name], expected, atol=1e-6)
     with scope():
@@ -293,7 +295,7 @@ def test_a_reloaded_model_gives_the_same_and_is_rematerialized_where_a_scope_say
     np.testing.assert_array_equal(outside(inputs), model(inputs))
     found, again = counted_step(inside, inputs, runs, training=False)
     expected, never = counted_step(outside, inputs, runs, training=False)
-    assert_same_step(found, expected)
+    assert_same_step((*found[:2], []), (*expected[:2], []))  # the seeds of dropout are drawn anew
     if IS_TENSORFLOW:
         assert (again, never) == (4, 0)
 
@@ -319,23 +321,29 @@ def test_an_exported_model_gives_the_same(tmp_path):
 def test_training_takes_less_memory():
     code = """
         import contextlib, json, sys
-        import keras, numpy as np
+        import keras, numpy as np, tensorflow as tf
         import keras_transformer as kt
 
-        names = [f"block_{i}" for i in range(6)]
+        names = [f"block_{i}" for i in range(12)]
         scopes = {"kept": contextlib.nullcontext(), "recomputed": keras.RematScope("list_of_layers", layer_names=names)}
         x = inputs = keras.Input((None, 32))
         with scopes[sys.argv[1]]:
             for name in names:
                 x = kt.EncoderBlock(4, 64, attention={"kernel": "exact"}, name=name)(x)
         model = keras.Model(inputs, x)
-        model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
-        data = np.random.default_rng(0).normal(size=(1, 1024, 32)).astype("float32")
-        model.fit(data[:, :8], data[:, :8], verbose=0)
+
+        @tf.function(input_signature=[tf.TensorSpec([1, None, 32])])
+        def largest(x):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(model(x, training=True) ** 2)
+            gradients = tape.gradient(loss, [variable.value for variable in model.trainable_variables])
+            return tf.reduce_max([tf.reduce_max(tf.abs(gradient)) for gradient in gradients])
+
+        largest(tf.ones([1, 8, 32]))
         before = peak()
-        history = model.fit(data, data, verbose=0).history
-        print(json.dumps([peak() - before, history["loss"][0]]))
+        assert np.isfinite(largest(tf.random.normal([1, 1024, 32])))
+        print(json.dumps(peak() - before))
     """
-    found = {kind: run_in_fresh_process(PEAK + textwrap.dedent(code), kind) for kind in ("kept", "recomputed")}
-    assert found["recomputed"][0] < found["kept"][0] / 2  # of 6 blocks' weights, 17 MB each, few are held at once
-    assert np.isfinite(found["kept"][1]) and np.isfinite(found["recomputed"][1])
+    megabytes = {kind: run_in_fresh_process(PEAK + textwrap.dedent(code), kind) for kind in ("kept", "recomputed")}
+    assert megabytes["kept"] > 200  # 12 blocks' weights, 17 MB each
+    assert megabytes["recomputed"] < 0.4 * megabytes["kept"]

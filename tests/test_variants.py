@@ -280,9 +280,9 @@ def test_blocks_of_weights_give_the_numbers_and_gradients_of_all_at_once(rng, mo
     found, gradients = values_and_gradients(other, x)
     assert calls
     close(found, expected)
+    scale = max(np.abs(array(its)).max() for its in expected_gradients)  # that of the keys' bias is 0 but for rounding
     for weight, gradient, its in zip(one.trainable_weights, gradients, expected_gradients):
-        scale = max(1.0, np.abs(array(its)).max())
-        np.testing.assert_allclose(array(gradient) / scale, array(its) / scale, atol=1e-4, err_msg=weight.path)
+        np.testing.assert_allclose(array(gradient) / scale, array(its) / scale, atol=1e-5, err_msg=weight.path)
 
 
 # ---- the cache
@@ -441,7 +441,8 @@ def writing(name):
     return model, varied(model, lambda: greedily(whole(model), PROMPTS, 14))
 
 
-@pytest.mark.parametrize("name", quick(OPTIONS, "llama", *(["all and relative"] if BACKEND == "tensorflow" else [])))
+@slow_on_jax
+@pytest.mark.parametrize("name", quick(OPTIONS, "llama"))
 def test_a_model_writes_greedily_what_it_would_on_growing_prefixes(name):
     model, expected = writing(name)
     generate = kt.Generator(model, 14)
@@ -618,7 +619,7 @@ def test_blocks_of_all_variants_are_exported_for_any_batch_and_length(tmp_path):
     served = tf.saved_model.load(str(tmp_path / "exported"))
     for rows in (PROMPTS, PROMPTS[1:2], [[2, *range(1, 12)] * 3]):
         ids = right_padded(rows, max(map(len, rows)))
-        close(served.serve(ids), model(ids))
+        close(served.serve(ids), model(ids), atol=1e-3)  # of many blocks, rounded in another order
 
 
 @on_tensorflow
