@@ -103,7 +103,7 @@ def check_segments(query_segments, key_segments, queries, keys):
         keys: int or None, `S` if it is known.
 
     Returns:
-        Both, or None if there are no segments.
+        Both as int32 tensors, or None if there are no segments.
     """
     if query_segments is None and key_segments is None:
         return None
@@ -111,4 +111,4 @@ def check_segments(query_segments, key_segments, queries, keys):
         raise ValueError("Segments must be given for queries and keys, or for neither; got those of one.")
     check_integers("segment_ids", query_segments, queries)
     check_integers("context_segment_ids", key_segments, keys)
-    return query_segments, key_segments
+    return ops.cast(query_segments, "int32"), ops.cast(key_segments, "int32")
