@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 
-from results import record, table, versions
+from results import peak_megabytes, record, table, versions
 
 WIDTH, HEADS, MOST_SCORES = 256, 8, 8192
 KINDS = ("auto", "exact", "keras.layers")
@@ -92,19 +92,13 @@ def measure(kind, length, causal, dropout, window=None):
             y = layer(x)
         return tape.gradient(y, [x, *(v.value for v in attention.trainable_variables)], tf.ones_like(y))[0]
 
-    before, seconds, start = peak(), [], time.perf_counter()
+    before, seconds, start = peak_megabytes(), [], time.perf_counter()
     step(x).numpy()  # traces
     while not seconds or len(seconds) < 15 and time.perf_counter() - start < 10:
         began = time.perf_counter()
         step(x).numpy()
         seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds), peak() - before
-
-
-def peak():
-    """Megabytes, of this process (the `resource` module counts those of the one that started it too)."""
-    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
+    return statistics.median(seconds), peak_megabytes() - before
 
 
 def plot(rows, windows):

@@ -7,11 +7,10 @@ TensorFlow graph, no XLA. Peak memory is that of a process of its own above what
 """
 
 import json
-import resource
 import subprocess
 import sys
 
-from results import median_seconds, record, table, versions
+from results import median_seconds, peak_megabytes, record, table, versions
 
 TOKENS, WIDTH, VOCABULARY, ROUNDS = 4096, 256, 32000, 9
 
@@ -47,9 +46,9 @@ def measure(kind, dtype):
         loss = tf.reduce_mean(losses)
         return loss, *tf.gradients(loss, [vectors, kernel])
 
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_megabytes()
     seconds = median_seconds({kind: lambda: [tensor.numpy() for tensor in step(vectors, kernel)]}, ROUNDS)[kind]
-    return seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return seconds, peak_megabytes() - before
 
 
 if __name__ == "__main__":

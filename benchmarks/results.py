@@ -30,6 +30,12 @@ def median_seconds(runs, rounds):
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
+def peak_megabytes():
+    """The most memory of this process so far (the `resource` module counts that of the one that started it too)."""
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
+
+
 def table(columns, rows):
     """A Markdown table."""
     lines = [columns, ["---"] * len(columns), *rows]

@@ -13,6 +13,7 @@ import copy
 import keras
 from keras import ops
 
+from keras_transformer.loops import each
 from keras_transformer.noise import draw_state, weights_dropout
 from keras_transformer.scoring import MASKED_SCORE, add_at, scaled
 
@@ -104,13 +105,13 @@ class _Blocks:
                 return output * ops.exp(norm - merged) + new * ops.exp(new_norm - merged), merged
 
             nothing = ops.zeros((self.members, t, value.shape[-1])), ops.full((self.members, t, 1), MASKED_SCORE)
-            output, norm = _each(self._range(i, 0), merge, *nothing)
+            output, norm = each(self._range(i, 0), merge, *nothing)
             somewhere = norm > MASKED_SCORE / 2
             output = ops.cast(ops.where(somewhere, output, 0.0), self.dtype)
             norm = ops.where(somewhere, norm, 0.0)  # 0: hidden scores have weights of 0 then
             return _add(outputs, i, output), _add(norms, i, norm)
 
-        return _each((0, self.numbers[0]), of_queries, *self.no_output(index, query, key, value))
+        return each((0, self.numbers[0]), of_queries, *self.no_output(index, query, key, value))
 
     def no_output(self, index, query, key, value):
         """Zeros for what `forward` gives, of one group or of several."""
@@ -138,11 +139,11 @@ class _Blocks:
                 return _add(of_query, i, self._product(of_scores, keys)), of_keys, of_values, *of_biases
 
             zeros = ops.zeros((s, key.shape[-1])), ops.zeros((s, value.shape[-1]))
-            results = _each(self._range(j, 1), of_block, of_query, *zeros, *of_biases)
+            results = each(self._range(j, 1), of_block, of_query, *zeros, *of_biases)
             return results[0], _add(of_key, j, results[1]), _add(of_value, j, results[2]), *results[3:]
 
         start = (ops.zeros(ops.shape(x)) for x in (query, key, value)), self.scoring.no_gradients(self.members)
-        gradients = _each((0, self.numbers[1]), of_keys, *start[0], *start[1])
+        gradients = each((0, self.numbers[1]), of_keys, *start[0], *start[1])
         return *(ops.cast(x, self.dtype) for x in gradients[:3]), *gradients[3:]
 
     def no_gradients(self, index, query, key, value, *_):
@@ -203,19 +204,6 @@ def _map(step, nothing, *groups):
     if isinstance(number, int):
         return ops.map(lambda one: step(*one), groups) if number else nothing(*groups)
     return ops.cond(number > 0, lambda: ops.map(lambda one: step(*one), groups), lambda: nothing(*groups))
-
-
-def _each(span, step, *results):
-    """Runs `results = step(i, *results)` for each `i` from `span[0]` to below `span[1]`, one after another."""
-    first, end = (ops.convert_to_tensor(i, "int32") for i in span)
-
-    def run(i, *results):
-        results = step(i, *results)
-        # TensorFlow starts ten blocks at once, and holds their weights, unless the next one's number waits for a result
-        is_done = ops.reshape(results[0], (-1,))[0] > 0
-        return i + ops.where(is_done, 1, 1), *results
-
-    return ops.while_loop(lambda i, *_: i < end, run, (first, *results))[1:]
 
 
 def _part(x, i, size):

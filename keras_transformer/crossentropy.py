@@ -6,6 +6,8 @@ Letters: `B` batch, `T` tokens, `M` all tokens of a batch, `C` tokens of a block
 import keras
 from keras import ops
 
+from keras_transformer.loops import each
+
 BLOCK = 2**22  # logits of a block, at most: 16 MB in float32, which stay near the processor
 
 
@@ -86,7 +88,7 @@ def linear_crossentropy(vectors, kernel, labels, label_smoothing=0.0):
             return blocks.put(values, i, norm - target), blocks.put(norms, i, norm)
 
         zeros = ops.zeros((blocks.number * blocks.size,), "float32")
-        values, norms = blocks.each(forward, zeros, zeros)
+        values, norms = each((0, blocks.number), forward, zeros, zeros)
 
         def backward(*args, upstream=None):
             weights = blocks.padded(ops.cast(args[0] if upstream is None else upstream, "float32"))
@@ -100,7 +102,7 @@ def linear_crossentropy(vectors, kernel, labels, label_smoothing=0.0):
                 return blocks.put(row_gradients, i, ops.matmul(errors, ops.transpose(kernel))), kernel_gradient
 
             zeros = ops.zeros_like(rows), ops.zeros(kernel.shape, "float32")
-            row_gradients, kernel_gradient = blocks.each(step, *zeros)
+            row_gradients, kernel_gradient = each((0, blocks.number), step, *zeros)
             return row_gradients[: blocks.num_tokens], ops.cast(kernel_gradient, kernel.dtype)
 
         return values[: blocks.num_tokens], backward
@@ -129,8 +131,3 @@ class _Blocks:
 
     def _start(self, tensor, i):
         return (i * self.size, *(0 for _ in tensor.shape[1:]))
-
-    def each(self, step, *results):
-        """Runs `results = step(i, *results)` for each block `i`."""
-        _, *results = ops.while_loop(lambda i, *_: i < self.number, lambda i, *r: (i + 1, *step(i, *r)), (0, *results))
-        return results
