@@ -4,7 +4,7 @@ from keras_transformer.attention import blockwise_attention, dot_product_attenti
 from keras_transformer.averaging import average_checkpoints
 from keras_transformer.blocks import DecoderBlock, EncoderBlock
 from keras_transformer.callbacks import GenerationScores
-from keras_transformer.data import pair_batches, text_batches
+from keras_transformer.data import labeled_batches, masked_batches, pair_batches, text_batches
 from keras_transformer.decoding import beam, greedy, sample
 from keras_transformer.embeddings import TokenEmbedding
 from keras_transformer.feed_forward import FeedForward
@@ -12,7 +12,9 @@ from keras_transformer.generator import Generator
 from keras_transformer.masks import lower_triangular_mask
 from keras_transformer.models import PRESETS, build_language_model, build_transformer, loss_model
 from keras_transformer.multi_head import MultiHeadCrossAttention, MultiHeadSelfAttention
+from keras_transformer.pooling import Pooling
 from keras_transformer.positions import LearnedPositions, PositionalEncoding, SegmentIds
+from keras_transformer.readers import build_classifier, build_masked_language_model, build_regressor
 from keras_transformer.relative import AlibiBias, RelativeBias, RotaryPositions
 from keras_transformer.resume import Resume
 from keras_transformer.scopes import AttentionMaps, DecodingScope
@@ -20,6 +22,7 @@ from keras_transformer.sources import mix, read_lines, read_parallel, read_recor
 from keras_transformer.text import TextGenerator, Translator
 from keras_transformer.tokenizer import Tokenizer
 from keras_transformer.training import Perplexity, TokenAccuracy, TokenCrossentropy, TokenLoss, WarmupInverseSqrt
+from keras_transformer.transfer import transfer_weights
 
 __all__ = [
     "AlibiBias",
@@ -35,6 +38,7 @@ __all__ = [
     "MultiHeadSelfAttention",
     "PRESETS",
     "Perplexity",
+    "Pooling",
     "PositionalEncoding",
     "RelativeBias",
     "Resume",
@@ -51,12 +55,17 @@ __all__ = [
     "average_checkpoints",
     "beam",
     "blockwise_attention",
+    "build_classifier",
     "build_language_model",
+    "build_masked_language_model",
+    "build_regressor",
     "build_transformer",
     "dot_product_attention",
     "greedy",
+    "labeled_batches",
     "loss_model",
     "lower_triangular_mask",
+    "masked_batches",
     "mix",
     "pair_batches",
     "read_lines",
@@ -65,4 +74,5 @@ __all__ = [
     "read_tsv",
     "sample",
     "text_batches",
+    "transfer_weights",
 ]

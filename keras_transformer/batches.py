@@ -13,13 +13,14 @@ from keras_transformer.checks import check_count
 log = logging.getLogger("keras_transformer")
 
 
-def padded_batches(read, pads, arrange, tokens_per_batch, max_length, shuffle, seed, buckets, packed):
+def padded_batches(read, pads, arrange, tokens_per_batch, max_length, shuffle, seed, buckets, packed=False):
     """Rows to a dataset, as `pair_batches` describes it.
 
     Args:
         read: function that returns an iterator of lists of rows.
         pads: the id of padding on each side.
-        arrange: function from the sides of a batch to an element of the dataset.
+        arrange: function from the sides of a batch and a `numpy.random.Generator`, which is the same for the same batch
+            of the same epoch, to an element of the dataset.
         tokens_per_batch, max_length, shuffle, seed, buckets, packed: as of `pair_batches`.
     """
     import tensorflow as tf
@@ -46,10 +47,12 @@ def padded_batches(read, pads, arrange, tokens_per_batch, max_length, shuffle, s
         epoch = epochs.take()
         if shuffle:
             stream = _shuffled(stream, shuffle, np.random.default_rng([seed, epoch]))
-        for length, batch in _bucketed(stream, chosen, sizes):
-            yield arrange(*(_padded(side, length, pad) for side, pad in zip(zip(*batch), pads)))
+        for number, (length, batch) in enumerate(_bucketed(stream, chosen, sizes)):
+            sides = (_padded(side, length, pad) for side, pad in zip(zip(*batch), pads))
+            yield arrange(*sides, np.random.default_rng([seed, epoch, number]))
 
-    signature = arrange(*(tf.TensorSpec([None, None], tf.int32) for _ in pads))
+    example = arrange(*(np.zeros((1, 1), np.int32) for _ in pads), np.random.default_rng(0))
+    signature = tf.nest.map_structure(lambda array: tf.TensorSpec([None] * array.ndim, array.dtype), example)
     dataset = tf.data.Dataset.from_generator(batches, output_signature=signature)
     dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps)).prefetch(tf.data.AUTOTUNE)
     dataset.padding = 1 - tokens / (positions * len(pads))

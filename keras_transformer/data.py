@@ -9,6 +9,7 @@ import itertools
 import numpy as np
 
 from keras_transformer.batches import given_lengths, padded_batches
+from keras_transformer.checks import check_count, check_range
 
 CHUNK = 1024  # texts or pairs that are tokenized in one call, and packed among themselves
 
@@ -96,7 +97,7 @@ def pair_batches(
         target = target_tokenizer.tokenize(targets)
         return _split(source, *shift(target, target_tokenizer.start_id, target_tokenizer.end_id))
 
-    def arrange(source, target, labels):
+    def arrange(source, target, labels, random):
         return {"source": source, "target": target}, labels
 
     rows = _tokenized("pairs", pairs, tokenize)
@@ -133,19 +134,119 @@ def text_batches(texts, tokenizer, tokens_per_batch=4096, max_length=128, shuffl
     _, length = given_lengths(buckets, max_length)
 
     def tokenize(chunk):
-        for text in chunk:
-            if not isinstance(text, (str, bytes)):
-                raise ValueError(f"`texts` must hold strings; got {text!r}.")
-        for (text,) in _split(tokenizer.tokenize(chunk, end=True)):
+        for (text,) in _split(tokenizer.tokenize(_strings(chunk), end=True)):
             for labels in np.split(text, range(length, len(text), length)):
                 yield np.concatenate([[tokenizer.start_id], labels[:-1]]), labels
 
-    def arrange(tokens, labels):
+    def arrange(tokens, labels, random):
         return tokens, labels
 
     rows = _tokenized("texts", texts, tokenize)
     pads = tokenizer.pad_id, tokenizer.pad_id
     return padded_batches(rows, pads, arrange, tokens_per_batch, max_length, shuffle, seed, buckets, packed)
+
+
+def masked_batches(
+    texts,
+    tokenizer,
+    tokens_per_batch=4096,
+    max_length=128,
+    shuffle=0,
+    seed=0,
+    buckets=16,
+    rate=0.15,
+    mask_id=1,
+):
+    """Tokenizes texts and hides some tokens, for a masked language model to fill in.
+
+    Devlin et al. 2018, "BERT", https://arxiv.org/abs/1810.04805, section 3.1: of the tokens, `rate` are chosen; in their
+    place stands the mask (80 %), a random token (10 %) or the token itself (10 %). The choice is another in each epoch
+    and the same from run to run. Starts, ends and unknown tokens are never chosen.
+
+    Args:
+        texts, tokenizer, tokens_per_batch, max_length, shuffle, seed, buckets: as of `text_batches`; a longer text is cut
+            into pieces of `max_length - 2` tokens.
+        rate: float in (0, 1], the share of tokens that is chosen.
+        mask_id: int, what stands for a hidden token: by default that of unknown tokens, of which a tokenizer with byte
+            fallback has none.
+
+    Returns:
+        `tf.data.Dataset` of `(tokens int32 [B, T], labels int32 [B, T])`: a start, the text and an end, some tokens
+        replaced; and the chosen tokens as they were, padding elsewhere. Attributes as of `pair_batches`.
+
+    Raises:
+        ValueError: as `text_batches`; on a rate out of range or a `mask_id` outside the vocabulary.
+
+    Example:
+    ```python
+    import keras_transformer as kt
+    texts = ["to be or not to be", "that is the question"]
+    tokenizer = kt.Tokenizer.train(texts, 300)
+    (tokens, labels), = kt.masked_batches(texts, tokenizer, max_length=32, rate=0.5)
+    assert tokens.shape == labels.shape and 1 in tokens.numpy()
+    ```
+    """
+    rate, mask_id = check_range("rate", rate, 0, most=1, above=True), check_count("mask_id", mask_id, least=0)
+    if mask_id >= tokenizer.vocab_size:
+        raise ValueError(f"`mask_id` must be an id of the vocabulary of {tokenizer.vocab_size}; got {mask_id}.")
+    special = [tokenizer.pad_id, tokenizer.unknown_id, tokenizer.start_id, tokenizer.end_id, mask_id]
+
+    def arrange(tokens, labels, random):
+        chosen = ~np.isin(tokens, special) & (random.random(tokens.shape) < rate)
+        fate = random.random(tokens.shape)
+        words = random.choice(np.setdiff1d(np.arange(tokenizer.vocab_size), special), tokens.shape).astype(np.int32)
+        tokens = np.where(chosen & (fate < 0.8), np.int32(mask_id), tokens)
+        tokens = np.where(chosen & (fate >= 0.8) & (fate < 0.9), words, tokens)
+        return tokens, np.where(chosen, labels, np.int32(tokenizer.pad_id))
+
+    _, length = given_lengths(buckets, max_length)
+
+    def tokenize(chunk):
+        return ((ids, ids) for ids in _framed(chunk, tokenizer, length))
+
+    rows = _tokenized("texts", texts, tokenize)
+    pads = tokenizer.pad_id, tokenizer.pad_id
+    return padded_batches(rows, pads, arrange, tokens_per_batch, max_length, shuffle, seed, buckets)
+
+
+def labeled_batches(examples, tokenizer, tokens_per_batch=4096, max_length=128, shuffle=0, seed=0, buckets=16):
+    """Tokenizes texts that have a class each and batches texts of like length, for a classifier.
+
+    Args:
+        examples: pairs of a string and an int, the number of its class, in the forms that `pair_batches` takes pairs.
+        tokenizer, tokens_per_batch, max_length, shuffle, seed, buckets: as of `text_batches`; longer texts are reported
+            and dropped.
+
+    Returns:
+        `tf.data.Dataset` of `(tokens int32 [B, T], classes int32 [B])`: a start, the text and an end. Attributes as of
+        `pair_batches`.
+
+    Raises:
+        ValueError: as `text_batches`; on classes that are not ints of at least 0.
+
+    Example:
+    ```python
+    import keras_transformer as kt
+    examples = [("to be or not to be", 0), ("that is the question", 1)]
+    tokenizer = kt.Tokenizer.train([text for text, _ in examples], 300)
+    (tokens, classes), = kt.labeled_batches(examples, tokenizer, max_length=32)
+    assert tokens.shape[0] == 2 and sorted(classes.numpy()) == [0, 1]
+    ```
+    """
+
+    def tokenize(chunk):
+        for example in chunk:
+            if isinstance(example, (str, bytes, dict)) or len(example) != 2:
+                raise ValueError(f"`examples` must hold pairs of a text and a class; got {example!r}.")
+            check_count("class", example[1], least=0)
+        texts, classes = zip(*chunk)
+        return zip(_framed(texts, tokenizer), np.array(classes, np.int32)[:, None])
+
+    def arrange(tokens, classes, random):
+        return tokens, classes[:, 0]
+
+    rows = _tokenized("examples", examples, tokenize)
+    return padded_batches(rows, (tokenizer.pad_id, 0), arrange, tokens_per_batch, max_length, shuffle, seed, buckets)
 
 
 def _tokenized(name, items, tokenize):
@@ -168,6 +269,20 @@ def _tokenized(name, items, tokenize):
             yield list(tokenize(chunk))
 
     return read
+
+
+def _strings(texts):
+    for text in texts:
+        if not isinstance(text, (str, bytes)):
+            raise ValueError(f"`texts` must hold strings; got {text!r}.")
+    return texts
+
+
+def _framed(texts, tokenizer, length=None):
+    """Arrays of a start, a text's tokens and an end; texts that would be longer than `length` in pieces."""
+    for (text,) in _split(tokenizer.tokenize(_strings(texts))):
+        for piece in np.split(text, range(length - 2, len(text), length - 2)) if length else [text]:
+            yield np.concatenate([[tokenizer.start_id], piece, [tokenizer.end_id]])
 
 
 def _split(*ragged):

@@ -4,13 +4,11 @@ Letters: `B` batch, `S` source tokens, `T` target tokens, `V` target vocabulary.
 """
 
 import keras
-from keras import ops
 
-from keras_transformer.blocks import NORMALIZATIONS, DecoderBlock, EncoderBlock
 from keras_transformer.checks import check_count, check_rate
 from keras_transformer.embeddings import TokenEmbedding
-from keras_transformer.noise import Dropout
-from keras_transformer.positions import LearnedPositions, PositionalEncoding, SegmentIds
+from keras_transformer.positions import SegmentIds
+from keras_transformer.stacks import add_positions, check_positions, decoder, encoder, rows_of
 
 PRESETS = {
     "tiny": {"d_model": 128, "num_layers": 2, "num_heads": 4, "intermediate_dim": 512, "dropout": 0.1},
@@ -50,6 +48,7 @@ def build_transformer(
     positions: str | None = None,
     max_length: int | None = None,
     packed: bool = False,
+    dtype=None,
     name: str = "transformer",
     **block,
 ) -> keras.Model:
@@ -77,6 +76,7 @@ def build_transformer(
         packed: bool, whether a row may hold several pairs (`pair_batches(..., packed=True)`) that do not see each
             other: each source ends with id 3, each target starts with id 2. Rows of one pair give what they give
             without it.
+        dtype: str or `keras.DTypePolicy` of all layers; None for Keras's global policy.
         name: str, the model's name.
         **block: further arguments of `EncoderBlock` and `DecoderBlock`: `activation`, `norm_first`, `use_bias`,
             `epsilon`, `normalization`, `attention`, `feed_forward`.
@@ -107,25 +107,25 @@ def build_transformer(
         raise ValueError(
             f"`tie_embeddings='all'` needs one vocabulary; got sizes {vocab_size} and {target_vocab_size}."
         )
-    block = {"num_heads": num_heads, "intermediate_dim": intermediate_dim, "dropout": dropout, **block}
+    block.update(num_heads=num_heads, intermediate_dim=intermediate_dim, dropout=dropout, dtype=dtype)
 
+    where = check_positions(positions, max_length, **block), max_length
     source = keras.Input((None,), dtype="int32", name="source")
     target = keras.Input((None,), dtype="int32", name="target")
     # masks are passed to the submodels explicitly: Keras drops the ones that travel with tensors at a nested model
+    options = {"mask_zero": False, "dtype": dtype}
     if tie_embeddings == "all":
-        source_embedding = target_embedding = TokenEmbedding(vocab_size, d_model, mask_zero=False, name="embedding")
+        source_embedding = target_embedding = TokenEmbedding(vocab_size, d_model, name="embedding", **options)
     else:
-        source_embedding = TokenEmbedding(vocab_size, d_model, mask_zero=False, name="source_embedding")
-        target_embedding = TokenEmbedding(
-            target_vocab_size, d_model, mask_zero=False, tie_weights=tie_embeddings == "target", name="target_embedding"
-        )
-    source_rows = _rows(source, SegmentIds(end_id=3, name="source_segments") if packed else None)
-    target_rows = _rows(target, SegmentIds(start_id=2, name="target_segments") if packed else None)
-    where = _positions(positions, max_length, **block)
-    x = _positioned(source_embedding(source), source_rows, where, max_length, dropout, "source_positions")
-    memory = _encoder(d_model, num_layers, packed, **block)([x, *source_rows])
-    y = _positioned(target_embedding(target), target_rows, where, max_length, dropout, "target_positions")
-    y = _decoder(d_model, num_layers, packed, **block)([y, *target_rows, memory, *source_rows])
+        source_embedding = TokenEmbedding(vocab_size, d_model, name="source_embedding", **options)
+        options["tie_weights"] = tie_embeddings == "target"
+        target_embedding = TokenEmbedding(target_vocab_size, d_model, name="target_embedding", **options)
+    source_rows = rows_of(source, SegmentIds(end_id=3, name="source_segments") if packed else None)
+    target_rows = rows_of(target, SegmentIds(start_id=2, name="target_segments") if packed else None)
+    x = add_positions(source_embedding(source), source_rows, *where, "source_positions", **block)
+    memory = encoder(d_model, num_layers, packed, **block)([x, *source_rows])
+    y = add_positions(target_embedding(target), target_rows, *where, "target_positions", **block)
+    y = decoder(d_model, num_layers, packed, **block)([y, *target_rows, memory, *source_rows])
     logits = target_embedding(y, reverse=True)
     return keras.Model({"source": source, "target": target}, logits, name=name)
 
@@ -141,6 +141,7 @@ def build_language_model(
     positions: str | None = None,
     max_length: int | None = None,
     packed: bool = False,
+    dtype=None,
     name: str = "language_model",
     **block,
 ) -> keras.Model:
@@ -152,8 +153,8 @@ def build_language_model(
 
     Args:
         vocab_size: int, vocabulary.
-        d_model, num_layers, num_heads, intermediate_dim, dropout, positions, max_length, name, **block: as
-            `build_transformer`.
+        d_model, num_layers, num_heads, intermediate_dim, dropout, positions, max_length, dtype, name,
+            **block: as `build_transformer`.
         tie_embeddings: bool, whether one table serves tokens and logits.
         packed: bool, whether a row may hold several texts, each starting with id 2, which then do not see each other.
 
@@ -174,13 +175,14 @@ def build_language_model(
     ```
     """
     num_layers = check_count("num_layers", num_layers)
-    block = {"num_heads": num_heads, "intermediate_dim": intermediate_dim, "dropout": dropout, **block}
+    block.update(num_heads=num_heads, intermediate_dim=intermediate_dim, dropout=dropout, dtype=dtype)
+    where = check_positions(positions, max_length, **block), max_length
     tokens = keras.Input((None,), dtype="int32", name="tokens")
-    embedding = TokenEmbedding(vocab_size, d_model, mask_zero=False, tie_weights=bool(tie_embeddings), name="embedding")
-    rows = _rows(tokens, SegmentIds(start_id=2, name="segments") if packed else None)
-    where = _positions(positions, max_length, **block)
-    x = _positioned(embedding(tokens), rows, where, max_length, dropout, "positions")
-    x = _decoder(embedding.output_dim, num_layers, packed, with_memory=False, **block)([x, *rows])
+    options = {"mask_zero": False, "tie_weights": bool(tie_embeddings), "dtype": dtype}
+    embedding = TokenEmbedding(vocab_size, d_model, name="embedding", **options)
+    rows = rows_of(tokens, SegmentIds(start_id=2, name="segments") if packed else None)
+    x = add_positions(embedding(tokens), rows, *where, "positions", **block)
+    x = decoder(embedding.output_dim, num_layers, packed, with_memory=False, **block)([x, *rows])
     return keras.Model(tokens, embedding(x, reverse=True), name=name)
 
 
@@ -226,70 +228,3 @@ def loss_model(model: keras.Model, label_smoothing: float = 0.0) -> keras.Model:
     losses = layer(vectors, labels=labels, label_smoothing=label_smoothing)
     inputs = {**{tensor.name: tensor for tensor in model.inputs}, "labels": labels}
     return keras.Model(inputs, losses, name=f"{model.name}_loss")
-
-
-def _rows(ids, segments):
-    """What blocks must know of rows of ids: their padding mask and, if they are packed, the segment numbers."""
-    return [ops.not_equal(ids, 0), *([] if segments is None else [segments(ids)])]
-
-
-def _positions(positions, max_length, attention=None, **_):
-    """Which positions are added to embeddings."""
-    if positions is None:
-        positions = "sinusoid" if (attention or {}).get("position") is None else "none"
-    if positions not in ("sinusoid", "learned", "none"):
-        raise ValueError(f"`positions` must be 'sinusoid', 'learned', 'none' or None; got {positions!r}.")
-    if (positions == "learned") != (max_length is not None):
-        raise ValueError(f"`max_length` belongs to `positions='learned'`; got {max_length!r} and {positions!r}.")
-    return positions
-
-
-def _positioned(x, rows, positions, max_length, dropout, name):
-    if positions == "none":
-        return Dropout(dropout, name=name)(x)
-    if positions == "learned":
-        return LearnedPositions(max_length, dropout, name=name)(x, *rows[1:])
-    return PositionalEncoding(dropout=dropout, name=name)(x, *rows[1:])
-
-
-def _encoder(d_model, num_layers, packed, **block):
-    x, padding_mask, segments = inputs = _vectors_and_rows(d_model, packed)
-    for i in range(num_layers):
-        x = EncoderBlock(**block, name=f"encoder_block_{i + 1}")(x, padding_mask=padding_mask, segment_ids=segments)
-    x = _final_norm(x, "encoder_norm", **block)
-    memory = ops.copy(x)  # without the mask that travels with x: Keras warns where one is given to a nested model
-    return keras.Model([tensor for tensor in inputs if tensor is not None], memory, name="encoder")
-
-
-def _decoder(d_model, num_layers, packed, with_memory=True, **block):
-    x, padding_mask, segments = inputs = _vectors_and_rows(d_model, packed)
-    memory = memory_mask = memory_segments = None
-    if with_memory:
-        memory, memory_mask, memory_segments = _vectors_and_rows(d_model, packed, "memory", "memory_")
-        inputs = [*inputs, memory, memory_mask, memory_segments]
-    for i in range(num_layers):
-        x = DecoderBlock(**block, name=f"decoder_block_{i + 1}")(
-            x,
-            memory,
-            padding_mask=padding_mask,
-            context_padding_mask=memory_mask,
-            segment_ids=segments,
-            context_segment_ids=memory_segments,
-        )
-    x = _final_norm(x, "decoder_norm", **block)
-    return keras.Model([tensor for tensor in inputs if tensor is not None], ops.copy(x), name="decoder")
-
-
-def _vectors_and_rows(width, packed, vectors="vectors", prefix=""):
-    """Inputs of a nested model: vectors, their padding mask, their segments or None."""
-    dtype = keras.config.dtype_policy().compute_dtype
-    return (
-        keras.Input((None, width), dtype=dtype, name=vectors),
-        keras.Input((None,), dtype="bool", name=f"{prefix}padding_mask"),
-        keras.Input((None,), dtype="int32", name=f"{prefix}segments") if packed else None,
-    )
-
-
-def _final_norm(x, name, norm_first=False, epsilon=1e-6, normalization="layer", **_):
-    """Pre-norm blocks leave their last sum unnormalized."""
-    return NORMALIZATIONS[normalization](epsilon=epsilon, name=name)(x) if norm_first else x

@@ -1,0 +1,61 @@
+"""Weights of one model into another, by name: what pretraining learned into what is fine-tuned."""
+
+import keras
+import numpy as np
+
+
+def transfer_weights(source: keras.Model, target: keras.Model, missing: tuple = (), unused: tuple = ()) -> list:
+    """Copies the weights that have the same path in both models, and says what it could not copy.
+
+    Every weight must find its counterpart, but for those of the layers that are named: so nothing is left out unseen.
+
+    Args:
+        source: built `keras.Model`, the pretrained one.
+        target: built `keras.Model`, the one to train on.
+        missing: names of the target's top layers that may keep their own weights (`("logits",)`).
+        unused: names of the source's top layers that the target need not have (`("head", "head_norm")`).
+
+    Returns:
+        list of the paths that were copied, in the order of the target's weights.
+
+    Raises:
+        ValueError: naming all of them, on weights of the target that the source has not, or of another shape, and on
+            weights of the source that the target has not. Nothing is copied then.
+
+    Example:
+    ```python
+    import keras_transformer as kt
+    size = kt.PRESETS["tiny"]
+    pretrained = kt.build_masked_language_model(vocab_size=100, **size)
+    model = kt.build_classifier(vocab_size=100, num_classes=3, **size)
+    copied = kt.transfer_weights(pretrained, model, missing=("logits",), unused=("head", "head_norm"))
+    model.get_layer("encoder").trainable = False
+    assert copied[0] == "embedding/embeddings"
+    ```
+    """
+    theirs, ours = _weights(source), _weights(target)
+    wrong = [f"{path}: not in the source" for path in ours if path not in theirs and not _is_of(path, missing)]
+    wrong += [f"{path}: not in the target" for path in theirs if path not in ours and not _is_of(path, unused)]
+    copied = [path for path in ours if path in theirs and not _is_of(path, missing)]
+    for path in copied:
+        shapes = tuple(theirs[path].shape), tuple(ours[path].shape)
+        if shapes[0] != shapes[1]:
+            wrong.append(f"{path}: {list(shapes[0])} in the source, {list(shapes[1])} in the target")
+    if wrong:
+        raise ValueError("Weights must fit, or be named in `missing` or `unused`; got\n  " + "\n  ".join(wrong))
+    for path in copied:
+        ours[path].assign(np.asarray(theirs[path]))
+    return copied
+
+
+def _weights(model):
+    """By their paths; the states of random generators are nobody's to copy."""
+    found = {}
+    for weight in model.weights:
+        if "seed_generator" not in weight.path and found.setdefault(weight.path, weight) is not weight:
+            raise ValueError(f"Layers must have names of their own; got two weights {weight.path!r} in {model.name!r}.")
+    return found
+
+
+def _is_of(path, layers):
+    return path.split("/")[0] in layers
