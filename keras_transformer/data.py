@@ -159,13 +159,13 @@ def masked_batches(
 ):
     """Tokenizes texts and hides some tokens, for a masked language model to fill in.
 
-    Devlin et al. 2018, "BERT", https://arxiv.org/abs/1810.04805, section 3.1: of the tokens, `rate` are chosen; in their
-    place stands the mask (80 %), a random token (10 %) or the token itself (10 %). The choice is another in each epoch
-    and the same from run to run. Starts, ends and unknown tokens are never chosen.
+    Devlin et al. 2018, "BERT", https://arxiv.org/abs/1810.04805, section 3.1: of the tokens, `rate` are chosen; in
+    their place stands the mask (80 %), a random token (10 %) or the token itself (10 %). The choice is another in each
+    epoch and the same from run to run. Starts, ends and unknown tokens are never chosen.
 
     Args:
-        texts, tokenizer, tokens_per_batch, max_length, shuffle, seed, buckets: as of `text_batches`; a longer text is cut
-            into pieces of `max_length - 2` tokens.
+        texts, tokenizer, tokens_per_batch, max_length, shuffle, seed, buckets: as of `text_batches`; a longer text is
+            cut into pieces of `max_length - 2` tokens.
         rate: float in (0, 1], the share of tokens that is chosen.
         mask_id: int, what stands for a hidden token: by default that of unknown tokens, of which a tokenizer with byte
             fallback has none.

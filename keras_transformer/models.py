@@ -153,8 +153,8 @@ def build_language_model(
 
     Args:
         vocab_size: int, vocabulary.
-        d_model, num_layers, num_heads, intermediate_dim, dropout, positions, max_length, dtype, name,
-            **block: as `build_transformer`.
+        d_model, num_layers, num_heads, intermediate_dim, dropout: as `build_transformer`.
+        positions, max_length, dtype, name, **block: as `build_transformer`.
         tie_embeddings: bool, whether one table serves tokens and logits.
         packed: bool, whether a row may hold several texts, each starting with id 2, which then do not see each other.
 

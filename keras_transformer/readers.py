@@ -30,15 +30,15 @@ def build_classifier(
 ) -> keras.Model:
     """An encoder with a vector and logits for each sequence: `tokens` ids [B, T] -> logits [B, num_classes].
 
-    Devlin et al. 2018, "BERT", https://arxiv.org/abs/1810.04805, with the parts of Vaswani et al. 2017. Id 0 is padding.
-    `model.get_layer("encoder")` maps `[vectors, padding_mask]` to vectors. Train it with
+    Devlin et al. 2018, "BERT", https://arxiv.org/abs/1810.04805, with the parts of Vaswani et al. 2017. Id 0 is
+    padding. `model.get_layer("encoder")` maps `[vectors, padding_mask]` to vectors. Train it with
     `keras.losses.SparseCategoricalCrossentropy(from_logits=True)`.
 
     Args:
         vocab_size: int, vocabulary.
         num_classes: int, classes.
-        d_model, num_layers, num_heads, intermediate_dim, dropout, positions, max_length, dtype, name, **block: as
-            `build_transformer`.
+        d_model, num_layers, num_heads, intermediate_dim, dropout: as `build_transformer`.
+        positions, max_length, dtype, name, **block: as `build_transformer`.
         pooling: method of `Pooling`.
 
     Returns:
@@ -84,8 +84,8 @@ def build_masked_language_model(
     `TokenCrossentropy`.
 
     Args:
-        vocab_size, d_model, num_layers, num_heads, intermediate_dim, dropout, positions, max_length, dtype, name,
-            **block: as `build_transformer`.
+        vocab_size, d_model, num_layers, num_heads, intermediate_dim, dropout: as `build_transformer`.
+        positions, max_length, dtype, name, **block: as `build_transformer`.
 
     Returns:
         An uncompiled functional `keras.Model`.
@@ -132,8 +132,8 @@ def build_regressor(
     Args:
         num_features: int, numbers of a step.
         num_outputs: int, numbers to predict: of a forecast, its steps times their numbers.
-        d_model, num_layers, num_heads, intermediate_dim, dropout, positions, max_length, dtype, name, **block: as
-            `build_transformer`.
+        d_model, num_layers, num_heads, intermediate_dim, dropout: as `build_transformer`.
+        positions, max_length, dtype, name, **block: as `build_transformer`.
         pooling: method of `Pooling`.
 
     Returns:
