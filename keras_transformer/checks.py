@@ -1,5 +1,6 @@
 """Checks of arguments: each states the rule, then what came."""
 
+import functools
 import inspect
 
 import keras
@@ -27,13 +28,20 @@ def check_count(name: str, count: int, least: int = 1) -> int:
     return int(count)
 
 
+def activation_named(name: str):
+    """The activation: one of Keras's, or `"gelu_tanh"`, the GELU by a hyperbolic tangent (as in GPT-2)."""
+    if name == "gelu_tanh":
+        return functools.partial(keras.activations.gelu, approximate=True)
+    return keras.activations.get(name)
+
+
 def check_activation(activation: str) -> str:
-    """The name of a Keras activation."""
+    """The name of an activation."""
     if not isinstance(activation, str):
         raise ValueError(
             f"`activation` must be the name of a Keras activation, so that it can be saved; got {activation!r}."
         )
-    keras.activations.get(activation)  # raises a ValueError on an unknown name
+    activation_named(activation)  # raises a ValueError on an unknown name
     return activation
 
 

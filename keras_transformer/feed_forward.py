@@ -5,7 +5,7 @@ Letters: `B` batch, `T` tokens, `D` width.
 
 import keras
 
-from keras_transformer.checks import check_activation, check_count, check_rate, check_vectors
+from keras_transformer.checks import activation_named, check_activation, check_count, check_rate, check_vectors
 from keras_transformer.heads import project
 from keras_transformer.noise import Dropout
 
@@ -19,7 +19,7 @@ class FeedForward(keras.layers.Layer):
 
     Args:
         intermediate_dim: int, width between the two layers.
-        activation: str, name of a Keras activation.
+        activation: str, name of a Keras activation, or `"gelu_tanh"` for GELU's approximation.
         gated: bool, whether the activation is multiplied by a third projection of `x` (with `"gelu"` GEGLU, with
             `"silu"` SwiGLU).
         dropout: float in [0, 1), dropout between the two layers.
@@ -76,7 +76,7 @@ class FeedForward(keras.layers.Layer):
 
     def call(self, x, training=None):
         check_vectors("x", x)
-        hidden = keras.activations.get(self.activation)(project(self.inner, x))  # [B, T, intermediate_dim]
+        hidden = activation_named(self.activation)(project(self.inner, x))  # [B, T, intermediate_dim]
         if self.gated:
             hidden = hidden * project(self.gate, x)
         return project(self.output_projection, self.dropout_layer(hidden, training=training))

@@ -138,6 +138,7 @@ def build_language_model(
     intermediate_dim: int = 2048,
     dropout: float = 0.1,
     tie_embeddings: bool = True,
+    pad_id: int | None = 0,
     positions: str | None = None,
     max_length: int | None = None,
     packed: bool = False,
@@ -148,14 +149,15 @@ def build_language_model(
     """A decoder-only Transformer: `tokens` ids [B, T] -> logits [B, T, V] of each next token.
 
     Radford et al. 2018, "Improving Language Understanding by Generative Pre-Training" (GPT), with the sinusoids of
-    Vaswani et al. 2017. Id 0 is padding. `model.get_layer("decoder")` maps `[vectors, padding_mask]` to vectors (of
-    packed rows, `[vectors, padding_mask, segments]`).
+    Vaswani et al. 2017. `model.get_layer("decoder")` maps `[vectors, padding_mask]` to vectors (of packed rows,
+    `[vectors, padding_mask, segments]`).
 
     Args:
         vocab_size: int, vocabulary.
         d_model, num_layers, num_heads, intermediate_dim, dropout: as `build_transformer`.
         positions, max_length, dtype, name, **block: as `build_transformer`.
         tie_embeddings: bool, whether one table serves tokens and logits.
+        pad_id: int, the id of padding; None if there is none (padding behind a text changes nothing before it).
         packed: bool, whether a row may hold several texts, each starting with id 2, which then do not see each other.
 
     Returns:
@@ -180,7 +182,7 @@ def build_language_model(
     tokens = keras.Input((None,), dtype="int32", name="tokens")
     options = {"mask_zero": False, "tie_weights": bool(tie_embeddings), "dtype": dtype}
     embedding = TokenEmbedding(vocab_size, d_model, name="embedding", **options)
-    rows = rows_of(tokens, SegmentIds(start_id=2, name="segments") if packed else None)
+    rows = rows_of(tokens, SegmentIds(start_id=2, name="segments") if packed else None, pad_id)
     x = add_positions(embedding(tokens), rows, *where, "positions", **block)
     x = decoder(embedding.output_dim, num_layers, packed, with_memory=False, **block)([x, *rows])
     return keras.Model(tokens, embedding(x, reverse=True), name=name)

@@ -11,9 +11,10 @@ from keras_transformer.noise import Dropout
 from keras_transformer.positions import LearnedPositions, PositionalEncoding
 
 
-def rows_of(ids, segments=None):
+def rows_of(ids, segments=None, pad_id=0):
     """What blocks must know of rows of ids: their padding mask and, if a `SegmentIds` is given, the segment numbers."""
-    return [ops.not_equal(ids, 0), *([] if segments is None else [segments(ids)])]
+    mask = ops.ones_like(ids, dtype="bool") if pad_id is None else ops.not_equal(ids, pad_id)
+    return [mask, *([] if segments is None else [segments(ids)])]
 
 
 def check_positions(positions, max_length, attention=None, **_):

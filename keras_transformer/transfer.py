@@ -34,18 +34,33 @@ def transfer_weights(source: keras.Model, target: keras.Model, missing: tuple = 
     ```
     """
     theirs, ours = _weights(source), _weights(target)
-    wrong = [f"{path}: not in the source" for path in ours if path not in theirs and not _is_of(path, missing)]
-    wrong += [f"{path}: not in the target" for path in theirs if path not in ours and not _is_of(path, unused)]
-    copied = [path for path in ours if path in theirs and not _is_of(path, missing)]
-    for path in copied:
-        shapes = tuple(theirs[path].shape), tuple(ours[path].shape)
-        if shapes[0] != shapes[1]:
-            wrong.append(f"{path}: {list(shapes[0])} in the source, {list(shapes[1])} in the target")
+    wrong = [f"{path}: not in the target" for path in theirs if path not in ours and not _is_of(path, unused)]
+    kept = [path for path in ours if _is_of(path, missing)]
+    arrays = {path: np.asarray(theirs[path]) for path in ours if path in theirs and path not in kept}
+    assign_weights(target, arrays, wrong, kept)
+    return list(arrays)
+
+
+def assign_weights(model, arrays, wrong=(), kept=()):
+    """Gives every weight of a model a value, or raises a ValueError that names all that does not fit.
+
+    Args:
+        model: built `keras.Model`.
+        arrays: dict from the paths of weights to arrays; None for one that is known to be missing.
+        wrong: what else is known not to fit, as lines of text.
+        kept: paths of weights that keep their values.
+    """
+    ours, wrong = _weights(model), list(wrong)
+    wrong += [f"{path}: no value for it" for path in ours if path not in arrays and path not in kept]
+    wrong += [f"{path}: no such weight in the model" for path in arrays if path not in ours]
+    given = {path: array for path, array in arrays.items() if path in ours and array is not None}
+    for path, array in given.items():
+        if tuple(ours[path].shape) != array.shape:
+            wrong.append(f"{path}: shape {list(array.shape)} for one of {list(ours[path].shape)}")
     if wrong:
-        raise ValueError("Weights must fit, or be named in `missing` or `unused`; got\n  " + "\n  ".join(wrong))
-    for path in copied:
-        ours[path].assign(np.asarray(theirs[path]))
-    return copied
+        raise ValueError("All weights must fit; got\n  " + "\n  ".join(wrong))
+    for path, array in given.items():
+        ours[path].assign(array)
 
 
 def _weights(model):
