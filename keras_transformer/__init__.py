@@ -14,6 +14,7 @@ from keras_transformer.models import PRESETS, build_language_model, build_transf
 from keras_transformer.multi_head import MultiHeadCrossAttention, MultiHeadSelfAttention
 from keras_transformer.pooling import Pooling
 from keras_transformer.positions import LearnedPositions, PositionalEncoding, SegmentIds
+from keras_transformer.pretrained import load_pretrained
 from keras_transformer.readers import build_classifier, build_masked_language_model, build_regressor
 from keras_transformer.relative import AlibiBias, RelativeBias, RotaryPositions
 from keras_transformer.resume import Resume
@@ -23,6 +24,7 @@ from keras_transformer.text import TextGenerator, Translator
 from keras_transformer.tokenizer import Tokenizer
 from keras_transformer.training import Perplexity, TokenAccuracy, TokenCrossentropy, TokenLoss, WarmupInverseSqrt
 from keras_transformer.transfer import transfer_weights
+from keras_transformer.wordpiece import WordPiece
 
 __all__ = [
     "AlibiBias",
@@ -52,6 +54,7 @@ __all__ = [
     "Tokenizer",
     "Translator",
     "WarmupInverseSqrt",
+    "WordPiece",
     "average_checkpoints",
     "beam",
     "blockwise_attention",
@@ -63,6 +66,7 @@ __all__ = [
     "dot_product_attention",
     "greedy",
     "labeled_batches",
+    "load_pretrained",
     "loss_model",
     "lower_triangular_mask",
     "masked_batches",

@@ -36,6 +36,8 @@ ARROWS = {
     "models": {"checks", "embeddings", "positions", "stacks"},
     "readers": {"blocks", "checks", "embeddings", "pooling", "stacks"},
     "transfer": set(),
+    "pretrained": {"embeddings", "models", "noise", "positions", "stacks", "transfer"},
+    "wordpiece": set(),
     "filters": {"checks"},
     "search": {"checks", "filters", "noise"},
     "decoding": {"search"},
@@ -55,7 +57,7 @@ ARROWS = {
     "text": {"calls", "checks", "tokenizer", "writer"},
 }
 TENSORFLOW = {"tensorflow", "tensorflow_text", "sentencepiece"}
-READ_TEXT = {"batches", "callbacks", "calls", "data", "export", "sources", "text", "tokenizer", "writer"}
+READ_TEXT = {"batches", "callbacks", "calls", "data", "export", "sources", "text", "tokenizer", "wordpiece", "writer"}
 
 
 def imports(tree):

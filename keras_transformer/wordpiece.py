@@ -1,0 +1,101 @@
+"""BERT's tokenizer, WordPiece, in a TensorFlow graph.
+
+TensorFlow and tensorflow-text are imported where they are used. Letters: `B` batch, `T` tokens.
+"""
+
+import pathlib
+
+import keras
+
+SPECIAL = {"pad_id": "[PAD]", "unknown_id": "[UNK]", "start_id": "[CLS]", "end_id": "[SEP]"}
+
+
+@keras.saving.register_keras_serializable(package="keras_transformer")
+class WordPiece(keras.layers.Layer):
+    """Strings to ids of a BERT vocabulary, in a TensorFlow graph.
+
+    Wu et al. 2016, https://arxiv.org/abs/1609.08144, as in BERT (Devlin et al. 2018,
+    https://arxiv.org/abs/1810.04805): control characters go, white space, punctuation and each Chinese character part
+    words, and a word is spelled by the longest pieces, the first at its beginning. Ids are those of Hugging Face's
+    tokenizers, but for characters that one version of Unicode knows and another does not; and a text that spells a
+    special token, as `"[SEP]"`, is text. What is left out (case, accents, spaces) cannot be put back: there is no way
+    from ids to the text.
+
+    Args:
+        vocabulary: list of strings, the pieces in the order of their ids; or the path of a `vocab.txt`, a piece a line.
+        lower_case: bool, whether letters become small and lose their accents (the "uncased" models).
+
+    Call arguments:
+        texts: list of strings, or string tensor `[B]`.
+
+    Returns:
+        int32 tensor `[B, T]`: a start (`[CLS]`), the text and an end (`[SEP]`), padded to the longest row.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if the vocabulary lacks a special token, or has a piece twice.
+
+    Example:
+    ```python
+    import keras_transformer as kt
+    tokenizer = kt.WordPiece(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "to", "be", "##ing", "!"])
+    assert tokenizer(["Be!", "to being"]).numpy().tolist() == [[2, 5, 7, 3, 0], [2, 4, 5, 6, 3]]
+    ```
+    """
+
+    def __init__(self, vocabulary: list | str, lower_case: bool = True, **kwargs):
+        super().__init__(**{"trainable": False, **kwargs, "dtype": "int32"})
+        self._convert_input_args = False  # Keras would look for floats among the strings
+        self._allow_non_tensor_positional_args = True
+        if isinstance(vocabulary, (str, pathlib.Path)):
+            vocabulary = pathlib.Path(vocabulary).read_text(encoding="utf-8").removesuffix("\n").split("\n")
+        self.vocabulary, self.lower_case = list(vocabulary), bool(lower_case)
+        places = {piece: i for i, piece in enumerate(self.vocabulary)}
+        lacking = [piece for piece in SPECIAL.values() if piece not in places]
+        if lacking or len(places) != len(self.vocabulary):
+            raise ValueError(
+                f"A vocabulary must hold {list(SPECIAL.values())}, and each piece once; got {len(self.vocabulary)} "
+                f"pieces, {len(places)} of them different, without {lacking}."
+            )
+        self.vocab_size = len(self.vocabulary)
+        for name, piece in SPECIAL.items():
+            setattr(self, name, places[piece])
+        self._tokenizer = self._load()
+        self.built = True
+
+    def _load(self):
+        import tensorflow as tf
+        import tensorflow_text
+
+        with tf.init_scope():
+            ids = tf.lookup.KeyValueTensorInitializer(self.vocabulary, tf.range(self.vocab_size, dtype=tf.int64))
+            table = tf.lookup.StaticVocabularyTable(ids, num_oov_buckets=1)
+            return tensorflow_text.BertTokenizer(table, lower_case=False, token_out_type=tf.int32)
+
+    def tokenize(self, texts, start=False, end=False):
+        """List of strings or string tensor `[B]` -> ragged int32 tensor `[B, (T)]`, with a start and an end or not."""
+        import tensorflow as tf
+        import tensorflow_text
+
+        texts = tf.convert_to_tensor(texts, tf.string)
+        texts = tf.strings.regex_replace(texts, r"[\t\n\r\p{Z}]", " ")
+        texts = tf.strings.regex_replace(texts, r"[\x{0}\x{FFFD}\p{C}]", "")
+        if self.lower_case:
+            texts = tensorflow_text.normalize_utf8(texts, "NFD")
+            texts = tf.strings.lower(tf.strings.regex_replace(texts, r"\p{Mn}", ""), encoding="utf-8")
+        ids = self._tokenizer.tokenize(texts).merge_dims(1, 2)
+        edges = [tf.fill([ids.nrows(), 1], i) for i in (self.start_id, self.end_id)]
+        return tf.concat([*edges[: int(start)], ids, *edges[1 : 1 + int(end)]], axis=1)
+
+    def call(self, texts):
+        return self.tokenize(texts, start=True, end=True).to_tensor(self.pad_id)
+
+    def pieces(self, ids):
+        """int array `[T]` -> list of the pieces."""
+        return [self.vocabulary[i] for i in ids]
+
+    def compute_output_spec(self, texts):
+        return keras.KerasTensor((*texts.shape, None), dtype="int32")
+
+    def get_config(self):
+        return {**super().get_config(), "vocabulary": self.vocabulary, "lower_case": self.lower_case}
