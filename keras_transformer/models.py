@@ -45,6 +45,7 @@ def build_transformer(
     intermediate_dim: int = 2048,
     dropout: float = 0.1,
     tie_embeddings: str | None = None,
+    pad_id: int | None = 0,
     positions: str | None = None,
     max_length: int | None = None,
     packed: bool = False,
@@ -55,8 +56,7 @@ def build_transformer(
     """An encoder-decoder: `{"source": ids [B, S], "target": ids [B, T]} -> logits [B, T, V]`.
 
     Vaswani et al. 2017, https://arxiv.org/abs/1706.03762. `target` is the decoder's input, the labels shifted right
-    (`keras_transformer.pair_batches` does it). Id 0 is padding. `model.get_layer("encoder")` maps
-    `[vectors, padding_mask]` to memory and `model.get_layer("decoder")` maps
+    (`keras_transformer.pair_batches` does it). `model.get_layer("encoder")` maps `[vectors, padding_mask]` to memory and `model.get_layer("decoder")` maps
     `[vectors, padding_mask, memory, memory_padding_mask]` to vectors; both are functional models too (of packed rows,
     each padding mask is followed by segment numbers).
 
@@ -70,6 +70,7 @@ def build_transformer(
         dropout: float in [0, 1), dropout on sublayer outputs and on embeddings with positions.
         tie_embeddings: `"all"` shares one table among source, target and logits (the paper's section 3.4), `"target"`
             between target and logits, `"none"` nothing. None for `"all"` with one vocabulary, `"target"` with two.
+        pad_id: int, the id of padding; None if there is none.
         positions: what is added to embeddings: `"sinusoid"` (`PositionalEncoding`), `"learned"` (`LearnedPositions` of
             `max_length`) or `"none"`; None for `"none"` where `attention` has a `position`, else `"sinusoid"`.
         max_length: int, positions of the table of `"learned"`.
@@ -120,8 +121,8 @@ def build_transformer(
         source_embedding = TokenEmbedding(vocab_size, d_model, name="source_embedding", **options)
         options["tie_weights"] = tie_embeddings == "target"
         target_embedding = TokenEmbedding(target_vocab_size, d_model, name="target_embedding", **options)
-    source_rows = rows_of(source, SegmentIds(end_id=3, name="source_segments") if packed else None)
-    target_rows = rows_of(target, SegmentIds(start_id=2, name="target_segments") if packed else None)
+    source_rows = rows_of(source, SegmentIds(end_id=3, name="source_segments") if packed else None, pad_id)
+    target_rows = rows_of(target, SegmentIds(start_id=2, name="target_segments") if packed else None, pad_id)
     x = add_positions(source_embedding(source), source_rows, *where, "source_positions", **block)
     memory = encoder(d_model, num_layers, packed, **block)([x, *source_rows])
     y = add_positions(target_embedding(target), target_rows, *where, "target_positions", **block)

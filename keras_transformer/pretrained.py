@@ -117,10 +117,10 @@ def _read_safetensors(path):
 
     try:
         with safe_open(path, "numpy") as file:
-            return {name: file.get_tensor(name).astype("float32") for name in file.keys()}
+            return {name: file.get_tensor(name).astype("float32") for name in file.keys()}  # noqa: SIM118, it is no dict
     except TypeError:  # NumPy has no bfloat16
         with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name).float().numpy() for name in file.keys()}
+            return {name: file.get_tensor(name).float().numpy() for name in file.keys()}  # noqa: SIM118, it is no dict
 
 
 def _read_bin(path):
