@@ -175,7 +175,10 @@ def train_torch(vocabulary, batches, seed):
         adam.step()
     seconds = time.perf_counter() - start
     copy = ours(vocabulary)
-    from_torch(model.state_dict(), copy)
+    state = model.state_dict()
+    copy.get_layer("embedding").set_weights([state["table.weight"].numpy()])
+    for side in kt.load_torch_transformer(model.transformer.state_dict(), HEADS, norm_first=True, epsilon=EPSILON):
+        copy.get_layer(side.name).set_weights(side.get_weights())
     with torch.no_grad():
         logits = model.eval()(batches[0][0]).numpy()
     gap = np.abs(logits - np.asarray(copy(batches[0][0]))).max() / max(1, np.abs(logits).max())
@@ -207,38 +210,6 @@ class Translation(torch.nn.Module):
         later = torch.ones(target.shape[1], target.shape[1], dtype=torch.bool).triu(1)
         masks = {**masks, "tgt_key_padding_mask": target == 0, "tgt_mask": later}
         return self.transformer(self.embed(source), self.embed(target), **masks) @ self.table.weight.T
-
-
-def from_torch(state_dict, model):
-    """Assigns the weights of a `Translation` to a model of ours."""
-    state = {name: tensor.numpy() for name, tensor in state_dict.items()}
-
-    def norm(layer, name):
-        layer.set_weights([state[f"{name}.weight"], state[f"{name}.bias"]])
-
-    def dense(layer, name):
-        layer.set_weights([state[f"{name}.weight"].T, state[f"{name}.bias"]])
-
-    def attention(layer, name):
-        kernels, biases = (np.split(state[f"{name}.in_proj_{kind}"], 3) for kind in ("weight", "bias"))
-        for part, kernel, bias in zip(("query", "key", "value"), kernels, biases):
-            getattr(layer, f"{part}_projection").set_weights([kernel.T, bias])
-        dense(layer.output_projection, f"{name}.out_proj")
-
-    model.get_layer("embedding").set_weights([state["table.weight"]])
-    both = ["self_attention", "feed_forward"]  # in torch's order
-    for side, names in {"encoder": both, "decoder": [both[0], "cross_attention", both[1]]}.items():
-        stack = model.get_layer(side)
-        norm(stack.get_layer(f"{side}_norm"), f"transformer.{side}.norm")
-        for i in range(LAYERS):
-            block, name = stack.get_layer(f"{side}_block_{i + 1}"), f"transformer.{side}.layers.{i}"
-            attention(block.self_attention, f"{name}.self_attn")
-            if side == "decoder":
-                attention(block.cross_attention, f"{name}.multihead_attn")
-            dense(block.feed_forward_layer.inner, f"{name}.linear1")
-            dense(block.feed_forward_layer.output_projection, f"{name}.linear2")
-            for number, child in enumerate(names, start=1):
-                norm(getattr(block, f"{child}_norm"), f"{name}.norm{number}")
 
 
 MODELS = {  # how each is trained, and how its translations are searched

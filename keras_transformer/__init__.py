@@ -1,5 +1,6 @@
 """Transformer layers for Keras 3: compose them with the functional API, train with `fit`, ship as a SavedModel."""
 
+from keras_transformer.adapters import add_lora, merge_lora
 from keras_transformer.attention import blockwise_attention, dot_product_attention
 from keras_transformer.averaging import average_checkpoints
 from keras_transformer.blocks import DecoderBlock, EncoderBlock
@@ -14,7 +15,7 @@ from keras_transformer.models import PRESETS, build_language_model, build_transf
 from keras_transformer.multi_head import MultiHeadCrossAttention, MultiHeadSelfAttention
 from keras_transformer.pooling import Pooling
 from keras_transformer.positions import LearnedPositions, PositionalEncoding, SegmentIds
-from keras_transformer.pretrained import load_pretrained
+from keras_transformer.pretrained import load_pretrained, load_torch_transformer
 from keras_transformer.readers import build_classifier, build_masked_language_model, build_regressor
 from keras_transformer.relative import AlibiBias, RelativeBias, RotaryPositions
 from keras_transformer.resume import Resume
@@ -55,6 +56,7 @@ __all__ = [
     "Translator",
     "WarmupInverseSqrt",
     "WordPiece",
+    "add_lora",
     "average_checkpoints",
     "beam",
     "blockwise_attention",
@@ -67,9 +69,11 @@ __all__ = [
     "greedy",
     "labeled_batches",
     "load_pretrained",
+    "load_torch_transformer",
     "loss_model",
     "lower_triangular_mask",
     "masked_batches",
+    "merge_lora",
     "mix",
     "pair_batches",
     "read_lines",

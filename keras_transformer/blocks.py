@@ -13,6 +13,7 @@ from keras_transformer.feed_forward import FeedForward
 from keras_transformer.masks import padding_of
 from keras_transformer.multi_head import MultiHeadCrossAttention, MultiHeadSelfAttention
 from keras_transformer.noise import Dropout
+from keras_transformer.policies import saved_policy
 from keras_transformer.remat import rematerialized
 
 
@@ -103,7 +104,8 @@ class _Block(keras.layers.Layer):
 
     def get_config(self):
         names = [name for name in inspect.signature(_Block.__init__).parameters if name not in ("self", "kwargs")]
-        return {**super().get_config(), **{name: getattr(self, name) for name in names}}
+        own = {name: getattr(self, name) for name in names}
+        return {**super().get_config(), **own, "dtype": saved_policy(self)}
 
 
 @keras.saving.register_keras_serializable(package="keras_transformer")

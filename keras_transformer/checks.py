@@ -1,6 +1,5 @@
 """Checks of arguments: each states the rule, then what came."""
 
-import functools
 import inspect
 
 import keras
@@ -28,11 +27,15 @@ def check_count(name: str, count: int, least: int = 1) -> int:
     return int(count)
 
 
+@keras.saving.register_keras_serializable(package="keras_transformer")
+def gelu_tanh(x):
+    """The GELU by a hyperbolic tangent, as in GPT-2."""
+    return keras.activations.gelu(x, approximate=True)
+
+
 def activation_named(name: str):
-    """The activation: one of Keras's, or `"gelu_tanh"`, the GELU by a hyperbolic tangent (as in GPT-2)."""
-    if name == "gelu_tanh":
-        return functools.partial(keras.activations.gelu, approximate=True)
-    return keras.activations.get(name)
+    """The activation: one of Keras's, or `"gelu_tanh"`; a Keras layer can hold and save either."""
+    return gelu_tanh if name == "gelu_tanh" else keras.activations.get(name)
 
 
 def check_activation(activation: str) -> str:

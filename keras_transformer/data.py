@@ -10,6 +10,7 @@ import numpy as np
 
 from keras_transformer.batches import given_lengths, padded_batches
 from keras_transformer.checks import check_count, check_range
+from keras_transformer.tokenizer import framed
 
 CHUNK = 1024  # texts or pairs that are tokenized in one call, and packed among themselves
 
@@ -25,10 +26,7 @@ def shift(ids, start_id, end_id):
     Returns:
         Two ragged int tensors `[B, (T + 1)]`.
     """
-    import tensorflow as tf
-
-    edge = tf.fill([ids.nrows(), 1], 1)
-    return tf.concat([edge * start_id, ids], axis=1), tf.concat([ids, edge * end_id], axis=1)
+    return framed(ids, start_id), framed(ids, end_id=end_id)
 
 
 def pair_batches(
@@ -200,6 +198,7 @@ def masked_batches(
         return tokens, np.where(chosen, labels, np.int32(tokenizer.pad_id))
 
     _, length = given_lengths(buckets, max_length)
+    check_count("max_length", length, least=3)  # a start, a token and an end
 
     def tokenize(chunk):
         return ((ids, ids) for ids in _framed(chunk, tokenizer, length))
@@ -240,7 +239,8 @@ def labeled_batches(examples, tokenizer, tokens_per_batch=4096, max_length=128, 
                 raise ValueError(f"`examples` must hold pairs of a text and a class; got {example!r}.")
             check_count("class", example[1], least=0)
         texts, classes = zip(*chunk)
-        return zip(_framed(texts, tokenizer), np.array(classes, np.int32)[:, None])
+        # the class at each token: it takes as much room as the text, so that the share of padding is the text's
+        return ((ids, np.full(len(ids), number, np.int32)) for ids, number in zip(_framed(texts, tokenizer), classes))
 
     def arrange(tokens, classes, random):
         return tokens, classes[:, 0]

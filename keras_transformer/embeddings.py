@@ -103,7 +103,12 @@ class TokenEmbedding(keras.layers.ReversibleEmbedding):
     def _kernel(self):
         return ops.transpose(self.embeddings) if self.tie_weights else self.reverse_embeddings  # [D, V]
 
-    def quantized_call(self, x, reverse=False):
+    def quantize(self, mode=None, type_check=True, config=None):
+        super().quantize(mode, type_check=False, config=config)
+
+    def quantized_call(self, x, reverse=False, labels=None, label_smoothing=0.0, training=None):
+        if labels is not None:
+            raise ValueError(f"Labels are for a layer that can be trained; got one in {self.quantization_mode}.")
         y = super().quantized_call(x, reverse=reverse)
         return y if reverse else y * math.sqrt(self.output_dim)
 

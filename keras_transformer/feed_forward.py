@@ -8,6 +8,7 @@ import keras
 from keras_transformer.checks import activation_named, check_activation, check_count, check_rate, check_vectors
 from keras_transformer.heads import project
 from keras_transformer.noise import Dropout
+from keras_transformer.policies import saved_policy
 
 
 @keras.saving.register_keras_serializable(package="keras_transformer")
@@ -83,4 +84,5 @@ class FeedForward(keras.layers.Layer):
 
     def get_config(self):
         names = ("intermediate_dim", "activation", "gated", "dropout", "use_bias")
-        return {**super().get_config(), **{name: getattr(self, name) for name in names}}
+        own = {name: getattr(self, name) for name in names}
+        return {**super().get_config(), **own, "dtype": saved_policy(self)}

@@ -59,7 +59,7 @@ class Generator:
         self.n = check_count("n", n)
         self.width = check_count("width", n if width is None else width, least=self.n)
         self.start_id, self.end_id, self.pad_id = start_id, end_id, pad_id
-        self.parts = parts_of(model, example, start_id)
+        self.parts = parts_of(model, example, start_id, pad_id)
 
     def __call__(self, sources=None, prompt=None, **options):
         """Writes ids: by beam search at temperature 0, by sampling above.

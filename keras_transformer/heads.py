@@ -9,6 +9,7 @@ from keras import ops
 from keras_transformer.attention import KERNELS, attend, cached_attention
 from keras_transformer.checks import check_count, check_range, check_rate, check_shape
 from keras_transformer.masks import four_axes
+from keras_transformer.policies import saved_policy
 from keras_transformer.scopes import AttentionMaps
 from keras_transformer.scoring import Scoring
 
@@ -118,4 +119,5 @@ class HeadsLayer(keras.layers.Layer):
 
     def get_config(self):
         names = ("num_heads", "key_dim", "dropout", "use_bias", "num_kv_heads", "soft_cap", "qk_norm", "kernel")
-        return {**super().get_config(), **{name: getattr(self, name) for name in names}}
+        own = {name: getattr(self, name) for name in names}
+        return {**super().get_config(), **own, "dtype": saved_policy(self)}

@@ -56,9 +56,9 @@ def build_transformer(
     """An encoder-decoder: `{"source": ids [B, S], "target": ids [B, T]} -> logits [B, T, V]`.
 
     Vaswani et al. 2017, https://arxiv.org/abs/1706.03762. `target` is the decoder's input, the labels shifted right
-    (`keras_transformer.pair_batches` does it). `model.get_layer("encoder")` maps `[vectors, padding_mask]` to memory and `model.get_layer("decoder")` maps
-    `[vectors, padding_mask, memory, memory_padding_mask]` to vectors; both are functional models too (of packed rows,
-    each padding mask is followed by segment numbers).
+    (`keras_transformer.pair_batches` does it). `model.get_layer("encoder")` maps `[vectors, padding_mask]` to memory,
+    `model.get_layer("decoder")` `[vectors, padding_mask, memory, memory_padding_mask]` to vectors; both are functional
+    models too (of packed rows, each padding mask is followed by segment numbers).
 
     Args:
         vocab_size: int, source vocabulary.

@@ -88,15 +88,15 @@ def _with_masks(tokens, context):
     return inputs
 
 
-def parts_of(model, example=None, start_id=2):
-    """The model as generation uses it, for targets that begin with `start_id`.
+def parts_of(model, example=None, start_id=2, pad_id=0):
+    """The model as generation uses it, for targets that begin with `start_id` and are padded with `pad_id`.
 
     Raises:
         ValueError: if it cannot be used so, or gives other logits token by token than for all tokens at once.
     """
     model = getattr(model, "_functional", None) or model  # a Sequential model's
     parts = FunctionalModel(model) if isinstance(model, Functional) else WholeModel(model, example)
-    check_cache(parts, start_id)
+    check_cache(parts, start_id, pad_id)
     return parts
 
 
@@ -151,10 +151,11 @@ def _example(tensor):
     return np.resize([1, 2, 3, 1, 3, 2, 0, 0], shape).astype(tensor.dtype)
 
 
-def check_cache(parts, start_id=2):
+def check_cache(parts, start_id=2, pad_id=0):
     """Raises a ValueError if the logits differ, token by token with a cache, from those for all tokens at once."""
     context = parts.encode(parts.example)
-    a, b = [i for i in (1, 2, 3) if i != start_id][:2]  # the start comes first only: it may begin a new segment
+    # the start comes first only, as it may begin a new segment, and padding nowhere, as it is hidden
+    a, b = [i for i in (1, 2, 3, 4) if i not in (start_id, pad_id)][:2]
     tokens = np.array([[start_id, a, b, a, a, b], [start_id, b, a, a, b, b]], dtype="int32")
     if _cache_differs(parts.decode, tokens, context):
         probes = ((name, probe) for name, probe in parts.layers() if _cache_differs(probe, tokens, context))

@@ -7,7 +7,7 @@ import keras
 from keras import ops
 
 from keras_transformer.blocks import NORMALIZATIONS
-from keras_transformer.checks import check_count
+from keras_transformer.checks import activation_named, check_count
 from keras_transformer.embeddings import TokenEmbedding
 from keras_transformer.pooling import Pooling
 from keras_transformer.stacks import add_positions, check_positions, encoder, rows_of
@@ -103,7 +103,7 @@ def build_masked_language_model(
     """
     block.update(num_heads=num_heads, intermediate_dim=intermediate_dim, dropout=dropout, dtype=dtype)
     tokens, _, embedding, x = _read_tokens(vocab_size, d_model, num_layers, positions, max_length, block)
-    activation, epsilon = block.get("activation", "gelu"), block.get("epsilon", 1e-6)
+    activation, epsilon = activation_named(block.get("activation", "gelu")), block.get("epsilon", 1e-6)
     x = keras.layers.Dense(embedding.output_dim, activation=activation, dtype=dtype, name="head")(x)
     x = NORMALIZATIONS[block.get("normalization", "layer")](epsilon=epsilon, dtype=dtype, name="head_norm")(x)
     return keras.Model(tokens, embedding(x, reverse=True), name=name)

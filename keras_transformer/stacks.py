@@ -38,17 +38,20 @@ def add_positions(x, rows, positions, max_length, name, dropout, dtype=None, **_
     return PositionalEncoding(dropout=dropout, **options)(x, *rows[1:])
 
 
-def encoder(width, num_layers, packed=False, **block):
-    """`[vectors, padding mask (, segments)]` -> vectors: encoder blocks as a model."""
+def encoder(width, num_layers, packed=False, final_norm=None, **block):
+    """`[vectors, padding mask (, segments)]` -> vectors: encoder blocks as a model.
+
+    `final_norm`: whether a normalization follows; None for behind pre-norm blocks alone.
+    """
     x, padding_mask, segments = inputs = _inputs(width, packed, block)
     for i in range(num_layers):
         x = EncoderBlock(**block, name=f"encoder_block_{i + 1}")(x, padding_mask=padding_mask, segment_ids=segments)
-    x = _final_norm(x, "encoder_norm", **block)
+    x = _final_norm(x, final_norm, "encoder_norm", **block)
     # a copy, without the mask that travels with x: Keras warns where one is given to a nested model
     return keras.Model([tensor for tensor in inputs if tensor is not None], ops.copy(x), name="encoder")
 
 
-def decoder(width, num_layers, packed=False, with_memory=True, **block):
+def decoder(width, num_layers, packed=False, with_memory=True, final_norm=None, **block):
     """`[vectors, padding mask (, segments) (, memory, its padding mask (, its segments))]` -> vectors."""
     x, padding_mask, segments = inputs = _inputs(width, packed, block)
     memory = memory_mask = memory_segments = None
@@ -64,7 +67,7 @@ def decoder(width, num_layers, packed=False, with_memory=True, **block):
             segment_ids=segments,
             context_segment_ids=memory_segments,
         )
-    x = _final_norm(x, "decoder_norm", **block)
+    x = _final_norm(x, final_norm, "decoder_norm", **block)
     return keras.Model([tensor for tensor in inputs if tensor is not None], ops.copy(x), name="decoder")
 
 
@@ -78,6 +81,8 @@ def _inputs(width, packed, block, vectors="vectors", prefix=""):
     )
 
 
-def _final_norm(x, name, norm_first=False, epsilon=1e-6, normalization="layer", dtype=None, **_):
+def _final_norm(x, is_wanted, name, norm_first=False, epsilon=1e-6, normalization="layer", dtype=None, **_):
     """Pre-norm blocks leave their last sum unnormalized."""
-    return NORMALIZATIONS[normalization](epsilon=epsilon, name=name, dtype=dtype)(x) if norm_first else x
+    if not (norm_first if is_wanted is None else is_wanted):
+        return x
+    return NORMALIZATIONS[normalization](epsilon=epsilon, name=name, dtype=dtype)(x)

@@ -37,6 +37,7 @@ class Tokenizer(keras.layers.Layer):
 
     Call arguments:
         texts: list of strings, or string tensor `[B]`.
+        start, end: bool, whether the start stands before each text and the end behind it.
 
     Returns:
         int32 tensor `[B, T]`, padded with 0 to the longest row.
@@ -132,12 +133,12 @@ class Tokenizer(keras.layers.Layer):
             raise ValueError(_explain(str(error), kind, vocab_size)) from error
         return cls(file.getvalue(), name=name)
 
-    def tokenize(self, texts, end=False):
-        """List of strings or string tensor `[B]` -> ragged int32 tensor `[B, (T)]`, with the end behind it or not."""
+    def tokenize(self, texts, start=False, end=False):
+        """List of strings or string tensor `[B]` -> ragged int32 tensor `[B, (T)]`, with a start and an end or not."""
         import tensorflow as tf
 
         ids = self._tokenizer.tokenize(tf.convert_to_tensor(texts, tf.string))
-        return tf.concat([ids, tf.fill([ids.nrows(), 1], self.end_id)], axis=1) if end else ids
+        return framed(ids, self.start_id if start else None, self.end_id if end else None)
 
     def detokenize(self, ids):
         """int tensor `[B, T]` (or ragged) -> string tensor `[B]`: each row up to its end, without special tokens."""
@@ -158,10 +159,10 @@ class Tokenizer(keras.layers.Layer):
         """int tensor of any shape -> string tensor of the same shape: how each token is written in the vocabulary."""
         return self._tokenizer.id_to_string(ids)
 
-    def call(self, texts):
-        return self.tokenize(texts).to_tensor(self.pad_id)
+    def call(self, texts, start=False, end=False):
+        return self.tokenize(texts, start, end).to_tensor(self.pad_id)
 
-    def compute_output_spec(self, texts):
+    def compute_output_spec(self, texts, start=False, end=False):
         return keras.KerasTensor((*texts.shape, None), dtype="int32")
 
     def get_config(self):
@@ -201,6 +202,14 @@ def _explain(error, kind, vocab_size):
 def decode_strings(strings):
     """String tensor or array `[B]` -> list of Python strings."""
     return [text.decode("utf-8", "replace") for text in np.asarray(strings).tolist()]
+
+
+def framed(ids, start_id=None, end_id=None):
+    """Ragged ids `[B, (T)]` with a start before each row and an end behind it, where they are given."""
+    import tensorflow as tf
+
+    edges = [[] if edge is None else [tf.fill([ids.nrows(), 1], edge)] for edge in (start_id, end_id)]
+    return tf.concat([*edges[0], ids, *edges[1]], axis=1)
 
 
 def rows_that(fits, ids):

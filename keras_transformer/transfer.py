@@ -12,8 +12,8 @@ def transfer_weights(source: keras.Model, target: keras.Model, missing: tuple = 
     Args:
         source: built `keras.Model`, the pretrained one.
         target: built `keras.Model`, the one to train on.
-        missing: names of the target's top layers that may keep their own weights (`("logits",)`).
-        unused: names of the source's top layers that the target need not have (`("head", "head_norm")`).
+        missing: names of the target's layers that keep their own weights (`("logits",)`): top layers, or blocks.
+        unused: names of the source's layers that the target need not have (`("head", "head_norm")`).
 
     Returns:
         list of the paths that were copied, in the order of the target's weights.
@@ -34,8 +34,8 @@ def transfer_weights(source: keras.Model, target: keras.Model, missing: tuple = 
     ```
     """
     theirs, ours = _weights(source), _weights(target)
-    wrong = [f"{path}: not in the target" for path in theirs if path not in ours and not _is_of(path, unused)]
-    kept = [path for path in ours if _is_of(path, missing)]
+    left, kept = _of_layers(source, unused), _of_layers(target, missing)
+    wrong = [f"{path}: not in the target" for path in theirs if path not in ours and path not in left]
     arrays = {path: np.asarray(theirs[path]) for path in ours if path in theirs and path not in kept}
     assign_weights(target, arrays, wrong, kept)
     return list(arrays)
@@ -72,5 +72,7 @@ def _weights(model):
     return found
 
 
-def _is_of(path, layers):
-    return path.split("/")[0] in layers
+def _of_layers(model, names):
+    """The paths of the weights of layers that are named: top layers, and those of models among them, as blocks."""
+    within = {weight.path for layer in model.layers if layer.name in names for weight in layer.weights}
+    return within | {weight.path for weight in model.weights if weight.path.split("/")[0] in names}

@@ -7,7 +7,14 @@ import pathlib
 
 import keras
 
+from keras_transformer.tokenizer import framed
+
 SPECIAL = {"pad_id": "[PAD]", "unknown_id": "[UNK]", "start_id": "[CLS]", "end_id": "[SEP]"}
+SIGN = (  # a word by itself: what ASCII has beside letters and digits, Unicode's punctuation, a Chinese character
+    r"[!-/:-@\[-`{-~\p{P}\x{3400}-\x{4DBF}\x{4E00}-\x{9FFF}\x{F900}-\x{FAFF}"
+    r"\x{20000}-\x{2A6DF}\x{2A700}-\x{2CEAF}\x{2F800}-\x{2FA1F}]"
+)
+LONGEST_WORD = 100  # characters; longer ones are unknown to BERT
 
 
 @keras.saving.register_keras_serializable(package="keras_transformer")
@@ -27,9 +34,10 @@ class WordPiece(keras.layers.Layer):
 
     Call arguments:
         texts: list of strings, or string tensor `[B]`.
+        start, end: bool, whether the start (`[CLS]`) stands before each text and the end (`[SEP]`) behind it.
 
     Returns:
-        int32 tensor `[B, T]`: a start (`[CLS]`), the text and an end (`[SEP]`), padded to the longest row.
+        int32 tensor `[B, T]`, padded to the longest row.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -70,31 +78,34 @@ class WordPiece(keras.layers.Layer):
         with tf.init_scope():
             ids = tf.lookup.KeyValueTensorInitializer(self.vocabulary, tf.range(self.vocab_size, dtype=tf.int64))
             table = tf.lookup.StaticVocabularyTable(ids, num_oov_buckets=1)
-            return tensorflow_text.BertTokenizer(table, lower_case=False, token_out_type=tf.int32)
+            most = 4 * LONGEST_WORD  # bytes, in which TensorFlow counts
+            return tensorflow_text.WordpieceTokenizer(table, max_bytes_per_word=most, token_out_type=tf.int32)
 
     def tokenize(self, texts, start=False, end=False):
         """List of strings or string tensor `[B]` -> ragged int32 tensor `[B, (T)]`, with a start and an end or not."""
         import tensorflow as tf
         import tensorflow_text
 
-        texts = tf.convert_to_tensor(texts, tf.string)
+        texts = tf.strings.unicode_transcode(texts, "UTF-8", "UTF-8")  # bytes that are none become U+FFFD
         texts = tf.strings.regex_replace(texts, r"[\t\n\r\p{Z}]", " ")
         texts = tf.strings.regex_replace(texts, r"[\x{0}\x{FFFD}\p{C}]", "")
         if self.lower_case:
             texts = tensorflow_text.normalize_utf8(texts, "NFD")
             texts = tf.strings.lower(tf.strings.regex_replace(texts, r"\p{Mn}", ""), encoding="utf-8")
-        ids = self._tokenizer.tokenize(texts).merge_dims(1, 2)
-        edges = [tf.fill([ids.nrows(), 1], i) for i in (self.start_id, self.end_id)]
-        return tf.concat([*edges[: int(start)], ids, *edges[1 : 1 + int(end)]], axis=1)
+        words = tensorflow_text.regex_split(texts, rf"\s+|{SIGN}", SIGN)
+        is_long = tf.strings.length(words.flat_values, unit="UTF8_CHAR") > LONGEST_WORD
+        words = words.with_flat_values(tf.where(is_long, "\0", words.flat_values))  # no vocabulary can spell it
+        ids = self._tokenizer.tokenize(words).merge_dims(1, 2)
+        return framed(ids, self.start_id if start else None, self.end_id if end else None)
 
-    def call(self, texts):
-        return self.tokenize(texts, start=True, end=True).to_tensor(self.pad_id)
+    def call(self, texts, start=True, end=True):
+        return self.tokenize(texts, start, end).to_tensor(self.pad_id)
 
     def pieces(self, ids):
         """int array `[T]` -> list of the pieces."""
         return [self.vocabulary[i] for i in ids]
 
-    def compute_output_spec(self, texts):
+    def compute_output_spec(self, texts, start=True, end=True):
         return keras.KerasTensor((*texts.shape, None), dtype="int32")
 
     def get_config(self):

@@ -579,6 +579,269 @@ def test_no_texts_are_an_error(tokenizer):
         kt.text_batches([], tokenizer)
 
 
+# ---- texts with hidden tokens
+
+
+def corpus(number, longest=12, seed=0):
+    return [text for text, _ in word_pairs(number, longest, seed)]
+
+
+def masked(tokenizer, corpus, rate=0.15, **options):
+    """(tokens, labels, the tokens before any was hidden) of one batch after the other, each padded to 16."""
+    batches = kt.masked_batches(corpus, tokenizer, **{"tokens_per_batch": 64, "buckets": [16], "rate": rate, **options})
+    tokens, labels = (np.concatenate(side) for side in zip(*batches.as_numpy_iterator()))
+    assert tokens.dtype == labels.dtype == np.int32
+    return tokens, labels, framed(tokenizer, corpus)
+
+
+def framed(tokenizer, corpus):
+    rows = [[2, *ids, 3] for ids in tokenizer.tokenize(corpus).to_list()]
+    return np.array([[*row, *[0] * (16 - len(row))] for row in rows])
+
+
+@pytest.mark.parametrize("rate", [0.15, 0.5, 1])
+def test_the_rate_says_how_many_tokens_are_chosen(tokenizer, rate):
+    _, labels, whole = masked(tokenizer, corpus(2000), rate)
+    is_word = whole > 3
+    np.testing.assert_allclose((labels[is_word] != 0).mean(), rate, atol=0.02 if rate < 1 else 0)
+
+
+@pytest.mark.parametrize("mask_id", [1, 9])
+def test_labels_are_the_tokens_that_were_chosen_and_only_those_change(tokenizer, mask_id):
+    tokens, labels, whole = masked(tokenizer, corpus(500), 0.4, mask_id=mask_id)
+    is_chosen = labels != 0
+    np.testing.assert_array_equal(labels[is_chosen], whole[is_chosen])
+    np.testing.assert_array_equal(tokens[~is_chosen], whole[~is_chosen])
+    assert not np.any(np.isin(labels[is_chosen], [0, 1, 2, 3, mask_id]))
+
+
+def test_of_the_chosen_8_in_10_are_hidden_1_is_another_and_1_the_same(tokenizer):
+    tokens, labels, _ = masked(tokenizer, corpus(2000), 0.8)
+    found, was = tokens[labels != 0], labels[labels != 0]
+    assert len(was) > 9000
+    np.testing.assert_allclose((found == 1).mean(), 0.8, atol=0.02)
+    np.testing.assert_allclose((found == was).mean(), 0.1 + 0.1 / 50, atol=0.015)
+    others = found[(found != 1) & (found != was)]
+    np.testing.assert_allclose(len(others) / len(was), 0.1 - 0.1 / 50, atol=0.015)
+    assert set(others.tolist()) == set(range(4, 54))  # any word, no special token
+    assert np.bincount(others).max() < 3 * len(others) / 50
+
+
+@pytest.mark.parametrize("mask_id", [1, 9])
+def test_starts_ends_unknown_words_and_padding_are_never_chosen(tokenizer, mask_id):
+    tokens, labels, whole = masked(
+        tokenizer, ["w1 zebra w2", "zebra", "", "w3 w4 w5 w6"] * 50, 1, mask_id=mask_id, shuffle=0
+    )
+    is_special = whole < 4
+    assert {0, 1, 2, 3} <= set(whole[is_special].tolist())
+    np.testing.assert_array_equal(tokens[is_special], whole[is_special])
+    assert np.all(labels[is_special] == 0)
+
+
+def test_what_stands_for_a_mask_is_no_random_token(tokenizer):
+    tokens, labels, whole = masked(tokenizer, corpus(1000), 1, mask_id=9)
+    is_own = whole == 9
+    assert is_own.any() and np.all(labels[is_own] == 0) and np.all(tokens[is_own] == 9)
+    np.testing.assert_allclose((tokens[labels != 0] == 9).mean(), 0.8, atol=0.02)
+    assert not np.any(np.isin(tokens[labels != 0], [0, 1, 2, 3]))
+
+
+@pytest.mark.parametrize("shuffle", [0, 50])
+def test_the_choice_is_another_in_each_epoch_and_the_same_from_run_to_run(tokenizer, shuffle):
+    def make(seed=3):
+        return kt.masked_batches(corpus(100), tokenizer, 64, 16, shuffle=shuffle, seed=seed, rate=0.5)
+
+    def read(batches):
+        return [(tokens.tolist(), labels.tolist()) for tokens, labels in batches.as_numpy_iterator()]
+
+    uninterrupted = make()
+    epochs = [read(uninterrupted) for _ in range(3)]
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    other = make()
+    for epoch in (2, 0, 1):
+        other.set_epoch(epoch)
+        assert read(other) == epochs[epoch]
+    assert read(make()) == epochs[0] != read(make(seed=4))
+
+
+def test_batches_of_one_epoch_choose_differently(tokenizer):
+    tokens, labels, _ = masked(tokenizer, ["w1 w2 w3 w4 w5 w6 w7 w8 w9 w10 w11 w12"] * 64, 0.5)
+    assert len({tuple(row) for row in (labels != 0).tolist()}) > 60
+
+
+@pytest.mark.parametrize("max_length", [3, 8])
+def test_long_texts_are_cut_into_pieces_with_a_start_and_an_end(tokenizer, caplog, max_length):
+    batches = kt.masked_batches([" ".join(WORDS)], tokenizer, 64, buckets=[max_length], rate=1e-9)
+    rows = [row[row != 0].tolist() for tokens, _ in batches.as_numpy_iterator() for row in tokens]
+    assert all(row[0] == 2 and row[-1] == 3 and len(row) <= max_length for row in rows)
+    assert tokenizer.decode([[i for row in rows for i in row[1:-1]]]) == [" ".join(WORDS)]
+    assert caplog.messages == []
+
+
+def test_a_tokenizer_with_bytes_hides_and_replaces_them_too():
+    characters = kt.Tokenizer.train(["ab"], kind="char")
+    (tokens, labels), *_ = kt.masked_batches(["日本語"] * 20, characters, 4096, rate=1).as_numpy_iterator()
+    assert np.all((labels != 0).sum(1) == 9) and np.all((tokens == 1).sum(1) <= 9) and 1 in tokens
+
+
+@pytest.mark.parametrize(
+    ["wrong", "rule"],
+    [
+        ({"rate": 0}, "`rate` must be above 0 and at most 1; got 0"),
+        ({"rate": 1.1}, "`rate` must be above 0 and at most 1; got 1.1"),
+        ({"rate": None}, "`rate` must be one number; got None"),
+        ({"mask_id": -1}, "`mask_id` must be a whole number of at least 0; got -1"),
+        ({"mask_id": 54}, "`mask_id` must be an id of the vocabulary of 54; got 54"),
+        ({"max_length": 2}, "`max_length` must be a whole number of at least 3; got 2"),
+        ({"buckets": [1, 2]}, "`max_length` must be a whole number of at least 3; got 2"),
+        ({"max_length": 0}, "`max_length` must be a whole number of at least"),
+        ({"tokens_per_batch": 15, "max_length": 16}, "`tokens_per_batch` must be at least"),
+        ({"shuffle": -1}, "`shuffle` must be a whole number of at least 0; got -1"),
+        ({"seed": -1}, "`seed` must be a whole number of at least 0; got -1"),
+        ({"texts": ["w1", ("w1", 2)]}, "`texts` must hold strings; got ('w1', 2)"),
+        ({"texts": "w1"}, "`texts` must be an iterable or a function that returns an iterator; got 'w1'"),
+        ({"texts": iter(WORDS)}, "`texts` is read once to count and again in each epoch"),
+        ({"texts": []}, "There must be a row of at most 128 tokens; got 0 longer ones"),
+    ],
+)
+def test_what_cannot_be_masked_is_refused(tokenizer, wrong, rule):
+    with pytest.raises(ValueError, match=re.escape(rule)):
+        kt.masked_batches(**{"texts": WORDS, "tokenizer": tokenizer, **wrong})
+
+
+# ---- texts with a class
+
+
+def examples(number, longest=12):
+    """Texts, and as their class the number of their first word."""
+    return [(text, WORDS.index(text.split()[0])) for text in corpus(number, longest)]
+
+
+@pytest.mark.parametrize("shuffle", [0, 50])
+@pytest.mark.parametrize("buckets", [1, 16, [5, 14]])
+@pytest.mark.parametrize("number", [1, 301])
+def test_classes_stay_with_their_texts(tokenizer, number, buckets, shuffle):
+    given = examples(number)
+    batches = kt.labeled_batches(given, tokenizer, 64, 16, shuffle=shuffle, buckets=buckets)
+    for _ in range(2):
+        read = []
+        for tokens, classes in batches.as_numpy_iterator():
+            assert tokens.dtype == classes.dtype == np.int32 and classes.shape == (len(tokens),)
+            assert np.all(tokens[:, 0] == 2) and np.all((tokens == 3).sum(1) == 1) and tokens.size <= 64
+            read += zip(tokenizer.decode(tokens), classes.tolist())
+        assert collections.Counter(read) == collections.Counter(given)
+    assert len(list(batches)) == int(batches.cardinality())
+
+
+@pytest.mark.parametrize("number", [1, 301])
+@pytest.mark.parametrize("buckets", [1, 16, [7, 14]])
+def test_padding_is_the_share_of_tokens_that_are_padding(tokenizer, number, buckets):
+    given = examples(number)
+    labeled = kt.labeled_batches(given, tokenizer, 64, 14, shuffle=50, buckets=buckets)
+    hidden = kt.masked_batches([text for text, _ in given], tokenizer, 64, 14, shuffle=50, buckets=buckets)
+    for batches in (labeled, hidden):
+        ids = np.concatenate([tokens.ravel() for tokens, _ in batches.as_numpy_iterator()])
+        np.testing.assert_allclose(batches.padding, np.mean(ids == 0), atol=1e-12)
+
+
+def test_examples_that_are_too_long_are_dropped_counted_and_reported(tokenizer, caplog):
+    given = [("w1", 4), (" ".join(WORDS[:7]), 5), (" ".join(WORDS[:6]), 6)]
+    with caplog.at_level(logging.WARNING, "keras_transformer"):
+        batches = kt.labeled_batches(given, tokenizer, 64, max_length=8)
+    assert caplog.messages == ["1 of 3 rows dropped: longer than 8 tokens."]
+    assert sorted(np.concatenate([classes for _, classes in batches]).tolist()) == [4, 6]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        tuple,
+        lambda given: lambda: iter(given),
+        lambda given: [[text.encode(), np.int64(number)] for text, number in given],
+        lambda given: dict(given).items(),
+        lambda given: tf.data.Dataset.from_tensor_slices(tuple(map(list, zip(*given)))),
+    ],
+    ids=["tuple", "function", "bytes and NumPy numbers", "dict items", "dataset"],
+)
+def test_examples_may_be_anything_that_can_be_read_again(tokenizer, make):
+    given = list(dict(examples(30)).items())
+
+    def read(batches):
+        return [(tokens.tolist(), classes.tolist()) for tokens, classes in batches.as_numpy_iterator()]
+
+    batches = kt.labeled_batches(make(given), tokenizer, 64, 16)
+    assert read(batches) == read(batches) == read(kt.labeled_batches(given, tokenizer, 64, 16))
+
+
+def test_an_order_is_that_of_its_seed_and_epoch(tokenizer):
+    def make(seed):
+        return kt.labeled_batches(examples(200), tokenizer, 64, 16, shuffle=100, seed=seed)
+
+    def read(batches):
+        return np.concatenate([classes for _, classes in batches]).tolist()
+
+    batches = make(1)
+    first, second = read(batches), read(batches)
+    assert first != second and sorted(first) == sorted(second) and first != read(make(2))
+    again = make(1)
+    again.set_epoch(1)
+    assert read(again) == second and first == read(make(1))
+
+
+@pytest.mark.parametrize(
+    ["wrong", "rule"],
+    [
+        (("w1",), "`examples` must hold pairs of a text and a class; got ('w1',)"),
+        (("w1", 1, 2), "`examples` must hold pairs of a text and a class; got ('w1', 1, 2)"),
+        ("ab", "`examples` must hold pairs of a text and a class; got 'ab'"),
+        ({"text": "w1", "class": 1}, "`examples` must hold pairs of a text and a class; got {"),
+        ((1, "w1"), "`class` must be a whole number of at least 0; got 'w1'"),
+        ((1, 1), "`texts` must hold strings; got 1"),
+        (("w1", -1), "`class` must be a whole number of at least 0; got -1"),
+        (("w1", 0.5), "`class` must be a whole number of at least 0; got 0.5"),
+        (("w1", None), "`class` must be a whole number of at least 0; got None"),
+        (("w1", True), "`class` must be a whole number of at least 0; got True"),
+    ],
+)
+def test_what_is_no_example_is_refused(tokenizer, wrong, rule):
+    with pytest.raises(ValueError, match=re.escape(rule)):
+        kt.labeled_batches([("w1", 1), wrong], tokenizer)
+
+
+@pytest.mark.parametrize(
+    ["given", "rule"],
+    [
+        ([], "There must be a row of at most 128 tokens; got 0 longer ones"),
+        (iter([("w1", 1)]), "`examples` is read once to count and again in each epoch"),
+        (3, "`examples` must be an iterable or a function that returns an iterator; got 3"),
+    ],
+)
+def test_what_holds_no_examples_is_refused(tokenizer, given, rule):
+    with pytest.raises(ValueError, match=re.escape(rule)):
+        kt.labeled_batches(given, tokenizer)
+
+
+def test_fit_takes_both_kinds_of_batches(tokenizer):
+    sizes = {"d_model": 8, "num_layers": 1, "num_heads": 2, "intermediate_dim": 8}
+    given = examples(60)
+    for batches, model, loss in (
+        (
+            kt.labeled_batches(given, tokenizer, 64, 16, shuffle=10),
+            kt.build_classifier(tokenizer.vocab_size, 50, **sizes),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        ),
+        (
+            kt.masked_batches([text for text, _ in given], tokenizer, 64, 16, shuffle=10),
+            kt.build_masked_language_model(tokenizer.vocab_size, **sizes),
+            kt.TokenCrossentropy(),
+        ),
+    ):
+        model.compile("sgd", loss, jit_compile=False)
+        history = model.fit(batches, epochs=2, shuffle=False, verbose=0)
+        assert np.all(np.isfinite(history.history["loss"]))
+        assert int(model.optimizer.iterations) == 2 * int(batches.cardinality())
+
+
 # ---- in processes of their own
 
 

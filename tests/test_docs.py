@@ -12,7 +12,17 @@ import keras_transformer as kt
 
 ROOT = pathlib.Path(__file__).parents[1]
 PUBLIC = sorted(name for name, value in vars(kt).items() if inspect.isclass(value) or inspect.isfunction(value))
-TENSORFLOW_ONLY = ("TextGenerator", "Tokenizer", "Translator", "pair_batches", "read_records", "text_batches")
+TENSORFLOW_ONLY = (
+    "TextGenerator",
+    "Tokenizer",
+    "Translator",
+    "WordPiece",
+    "labeled_batches",
+    "masked_batches",
+    "pair_batches",
+    "read_records",
+    "text_batches",
+)
 MARKDOWN = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "README.md", *ROOT.glob("docs/**/*.md")))
 
 

@@ -91,3 +91,57 @@ def test_translate_names_the_line_that_is_no_pair(tmp_path):
     command = [sys.executable, str(EXAMPLES / "translate.py"), "train", "pairs.tsv"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode != 0 and "line 2" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def measurements(tmp_path_factory):
+    """A folder with four months of hours, the temperatures of the day after it, and what `forecast.py train` said.
+
+    Days differ by a level that the pressure tells a day before; the temperature itself does not.
+    """
+    hours = np.arange(120 * 24)
+    random = np.random.default_rng(0)
+    level = np.cumsum(random.normal(size=len(hours) + 48))
+    level = 4 * (level[24:] - level[:-24]) / 24**0.5
+    temperature = 15 + 6 * np.sin(2 * np.pi * np.arange(len(level)) / 24) + level
+    times = np.datetime64("2023-01-01T00", "h") + hours
+    rows = [f"{time},north,{t:.3f},{1000 + p:.3f}" for time, t, p in zip(times, temperature, level[24:])]
+    folder = tmp_path_factory.mktemp("measurements")
+    (folder / "hours.csv").write_text("\n".join(["time,station,air,pressure", *rows]), encoding="utf-8")
+    output = run(folder, "forecast.py", "train", "--csv", "hours.csv", "--target", "air", "--epochs", "8")
+    return folder, temperature[-24:], output
+
+
+def test_forecast_learns_what_the_day_before_does_not_tell(measurements):
+    folder, _, output = measurements
+    table = output[output.index("for test") :]
+    errors = {name: float(mean) for name, mean in re.findall(r"(?m)^(\S+(?: \S+)*)(?: +[\d.]+){3} +([\d.]+)$", table)}
+    print(table)
+    assert set(errors) == {"Transformer", "linear", "the day before", "the last hour"}
+    assert errors["Transformer"] < 0.5 * min(errors["the day before"], errors["the last hour"])
+    written = {path.name for path in (folder / "runs/forecast").iterdir()}
+    assert written == {"forecast.keras", "saved_model", "forecasts.png"}
+
+
+def test_forecast_predicts_the_next_day_without_the_package(measurements, tmp_path, monkeypatch):
+    folder, following, _ = measurements
+    (tmp_path / "keras_transformer.py").write_text("raise ImportError('not where it is served')", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    output = run(folder, "forecast.py", "predict", "--csv", "hours.csv", "--target", "air")
+    lines = re.findall(r"(?m)^(\S+):00 +(-?[\d.]+)$", output)
+    assert [time for time, _ in lines] == [f"2023-05-01T{hour:02}" for hour in range(24)]
+    forecast = np.array([float(value) for _, value in lines])
+    print(np.abs(forecast - following).mean(), np.abs(forecast.mean() - following).mean())
+    assert np.abs(forecast - following).mean() < 0.5 * np.abs(forecast.mean() - following).mean()
+
+
+def test_forecast_names_the_line_without_a_number(measurements, tmp_path):
+    folder, _, _ = measurements
+    lines = (folder / "hours.csv").read_text(encoding="utf-8").splitlines()
+    lines[41] = lines[41].rpartition(",")[0] + ","
+    (tmp_path / "hours.csv").write_text("\n".join(lines), encoding="utf-8")
+    command = [sys.executable, str(EXAMPLES / "forecast.py"), "train", "--csv", "hours.csv", "--target", "air"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert (
+        done.returncode != 0 and "'pressure' must have a finite number in each line; got none in line 42" in done.stderr
+    )

