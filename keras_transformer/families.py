@@ -43,10 +43,11 @@ class Tensors(dict):
         found = {f"{ours}/kernel": None if weight is None else weight.T}
         return {**found, f"{ours}/bias": self.take(f"{theirs}.bias")} if has_bias else found
 
-    def norm(self, theirs, ours, times=1.0):
-        """A layer normalization's weight and bias."""
-        found = {f"{ours}/gamma": self.take(f"{theirs}.weight"), f"{ours}/beta": self.take(f"{theirs}.bias")}
-        return {path: None if value is None else value * times for path, value in found.items()}
+    def norm(self, theirs, ours, has_bias=True, times=1.0):
+        """A layer normalization's weight and bias; ours always has one."""
+        weight = self.take(f"{theirs}.weight")
+        bias = self.take(f"{theirs}.bias") if has_bias or weight is None else np.zeros_like(weight)
+        return {f"{ours}/{x}": None if y is None else y * times for x, y in (("gamma", weight), ("beta", bias))}
 
     def rms_norm(self, theirs, ours, times=1.0):
         """An RMS norm's weight."""
@@ -239,7 +240,7 @@ def torch_transformer(side, tensors, block):
     has_bias = f"{side}.layers.0.linear1.bias" in tensors
     block = {**block, "intermediate_dim": inner.shape[0], "use_bias": has_bias, "final_norm": True}
     model = {"encoder": encoder, "decoder": decoder}[side](inner.shape[1], number, **block)
-    weights = tensors.norm(f"{side}.norm", f"{side}_norm")
+    weights = tensors.norm(f"{side}.norm", f"{side}_norm", has_bias)
     sublayers = {"self_attention": "self_attn", "cross_attention": "multihead_attn"}
     if side == "encoder":
         del sublayers["cross_attention"]
@@ -255,7 +256,7 @@ def torch_transformer(side, tensors, block):
         for mine, name in (("inner", "linear1"), ("output", "linear2")):
             weights.update(tensors.dense(f"{theirs}.{name}", f"{ours}/feed_forward/{mine}", has_bias))
         for place, mine in enumerate([*sublayers, "feed_forward"], 1):
-            weights.update(tensors.norm(f"{theirs}.norm{place}", f"{ours}/{mine}_norm"))
+            weights.update(tensors.norm(f"{theirs}.norm{place}", f"{ours}/{mine}_norm", has_bias))
     return model, weights
 
 

@@ -9,6 +9,7 @@ from keras.src.backend import get_keras_mask
 import keras_transformer as kt
 
 TF = keras.backend.backend() == "tensorflow"
+JIT = not TF  # without it JAX takes many times longer, where a test learns
 VOCAB, LENGTH = 12, 6
 SIZES = {"d_model": 16, "num_layers": 1, "num_heads": 2, "intermediate_dim": 16}
 METHODS = ("mean", "first", "last", "attention")
@@ -436,7 +437,7 @@ def counted(number, rng):
 def test_a_classifier_learns_which_of_two_tokens_comes_more_often(rng):
     model = classifier(2, dropout=0.0)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.Adam(1e-2), loss, metrics=["accuracy"], jit_compile=False)
+    model.compile(keras.optimizers.Adam(1e-2), loss, metrics=["accuracy"], jit_compile=JIT)
     model.fit(*counted(1500, rng), batch_size=64, epochs=4, verbose=0)
     held_out, classes = counted(1000, rng)
     assert 0.4 < classes.mean() < 0.6
@@ -449,7 +450,7 @@ def test_a_masked_language_model_learns_to_fill_in_a_cycle(rng):
     is_hidden = rng.random(ids.shape) < 0.3
     tokens, labels = np.where(is_hidden, 1, ids), np.where(is_hidden, ids, 0)
     model = masked_language_model(vocab_size=7, dropout=0.0, attention={"position": "rotary"})
-    model.compile(keras.optimizers.Adam(1e-2), kt.TokenCrossentropy(), metrics=[kt.TokenAccuracy()], jit_compile=False)
+    model.compile(keras.optimizers.Adam(1e-2), kt.TokenCrossentropy(), metrics=[kt.TokenAccuracy()], jit_compile=JIT)
     model.fit(tokens[:2000], labels[:2000], batch_size=64, epochs=6, verbose=0)
     found = model.evaluate(tokens[2000:], labels[2000:], verbose=0, return_dict=True)
     assert found["token_accuracy"] > 0.9
@@ -460,7 +461,7 @@ def test_a_regressor_learns_a_value_of_the_series(method, target, rng):
     series = rng.normal(size=(1200, 8, 1)).astype("float32")
     values = target(series)
     model = regressor(num_features=1, num_outputs=1, pooling=method, dropout=0.0)
-    model.compile(keras.optimizers.Adam(1e-2), "mse", jit_compile=False)
+    model.compile(keras.optimizers.Adam(1e-2), "mse", jit_compile=JIT)
     model.fit(series[:1000], values[:1000], batch_size=64, epochs=6, verbose=0)
     error = np.mean((model.predict(series[1000:], verbose=0) - values[1000:]) ** 2)
     assert error < 0.2 * values[1000:].var()
