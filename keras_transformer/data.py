@@ -153,7 +153,7 @@ def masked_batches(
     seed=0,
     buckets=16,
     rate=0.15,
-    mask_id=1,
+    mask_id=None,
 ):
     """Tokenizes texts and hides some tokens, for a masked language model to fill in.
 
@@ -165,7 +165,7 @@ def masked_batches(
         texts, tokenizer, tokens_per_batch, max_length, shuffle, seed, buckets: as of `text_batches`; a longer text is
             cut into pieces of `max_length - 2` tokens.
         rate: float in (0, 1], the share of tokens that is chosen.
-        mask_id: int, what stands for a hidden token: by default that of unknown tokens, of which a tokenizer with byte
+        mask_id: int, what stands for a hidden token; None for that of unknown tokens, of which a tokenizer with byte
             fallback has none.
 
     Returns:
@@ -184,17 +184,18 @@ def masked_batches(
     assert tokens.shape == labels.shape and 1 in tokens.numpy()
     ```
     """
-    rate, mask_id = check_range("rate", rate, 0, most=1, above=True), check_count("mask_id", mask_id, least=0)
+    rate = check_range("rate", rate, 0, most=1, above=True)
+    mask_id = check_count("mask_id", tokenizer.unknown_id if mask_id is None else mask_id, least=0)
     if mask_id >= tokenizer.vocab_size:
         raise ValueError(f"`mask_id` must be an id of the vocabulary of {tokenizer.vocab_size}; got {mask_id}.")
     special = [tokenizer.pad_id, tokenizer.unknown_id, tokenizer.start_id, tokenizer.end_id, mask_id]
+    others = np.setdiff1d(np.arange(tokenizer.vocab_size, dtype=np.int32), special)
 
     def arrange(tokens, labels, random):
         chosen = ~np.isin(tokens, special) & (random.random(tokens.shape) < rate)
         fate = random.random(tokens.shape)
-        words = random.choice(np.setdiff1d(np.arange(tokenizer.vocab_size), special), tokens.shape).astype(np.int32)
         tokens = np.where(chosen & (fate < 0.8), np.int32(mask_id), tokens)
-        tokens = np.where(chosen & (fate >= 0.8) & (fate < 0.9), words, tokens)
+        tokens = np.where(chosen & (fate >= 0.8) & (fate < 0.9), random.choice(others, tokens.shape), tokens)
         return tokens, np.where(chosen, labels, np.int32(tokenizer.pad_id))
 
     _, length = given_lengths(buckets, max_length)

@@ -104,7 +104,9 @@ def build_masked_language_model(
     block.update(num_heads=num_heads, intermediate_dim=intermediate_dim, dropout=dropout, dtype=dtype)
     tokens, _, embedding, x = _read_tokens(vocab_size, d_model, num_layers, positions, max_length, block)
     activation, epsilon = activation_named(block.get("activation", "gelu")), block.get("epsilon", 1e-6)
-    x = keras.layers.Dense(embedding.output_dim, activation=activation, dtype=dtype, name="head")(x)
+    x = keras.layers.Dense(
+        embedding.output_dim, activation, use_bias=block.get("use_bias", True), dtype=dtype, name="head"
+    )(x)
     x = NORMALIZATIONS[block.get("normalization", "layer")](epsilon=epsilon, dtype=dtype, name="head_norm")(x)
     return keras.Model(tokens, embedding(x, reverse=True), name=name)
 

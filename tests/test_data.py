@@ -606,7 +606,7 @@ def test_the_rate_says_how_many_tokens_are_chosen(tokenizer, rate):
     np.testing.assert_allclose((labels[is_word] != 0).mean(), rate, atol=0.02 if rate < 1 else 0)
 
 
-@pytest.mark.parametrize("mask_id", [1, 9])
+@pytest.mark.parametrize("mask_id", [None, 1, 9])
 def test_labels_are_the_tokens_that_were_chosen_and_only_those_change(tokenizer, mask_id):
     tokens, labels, whole = masked(tokenizer, corpus(500), 0.4, mask_id=mask_id)
     is_chosen = labels != 0

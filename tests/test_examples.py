@@ -143,3 +143,61 @@ def test_forecast_names_the_line_without_a_number(measurements, tmp_path):
     assert (
         done.returncode != 0 and "'pressure' must have a finite number in each line; got none in line 42" in done.stderr
     )
+
+
+@pytest.fixture(scope="module")
+def topics(tmp_path_factory):
+    """A folder with texts of two topics, `topics.tsv`, and what `fill_mask.py train` said of them."""
+    random = np.random.default_rng(0)
+    words = {"land": ["wheat", "barn", "plough", "hay"], "sea": ["wave", "sail", "harbour", "gull"]}
+    lines = []
+    for _ in range(1500):
+        topic = str(random.choice(list(words)))
+        lines.append(f"{topic}\t{' and '.join(random.choice(words[topic], size=random.integers(4, 9)))}\n")
+    folder = tmp_path_factory.mktemp("topics")
+    (folder / "topics.tsv").write_text("".join(lines), encoding="utf-8")
+    options = ["--column", "1", "--vocabulary", "330", "--epochs", "12"]
+    return folder, run(folder, "fill_mask.py", "train", "topics.tsv", *options)
+
+
+def test_fill_mask_learns_what_fits(topics):
+    folder, output = topics
+    found, most = map(float, re.search(r"texts ([\d.]+)% are found, .* always .*: ([\d.]+)%", output).groups())
+    assert found > 50 > most  # " and" can be known, a word is one of four
+    assert (folder / "runs/fill_mask/learning_curve.png").exists()
+    filled = run(folder, "fill_mask.py", "fill", "wheat and barn[MASK] hay and plough")
+    assert filled.splitlines()[1].strip().startswith("and ")
+
+
+def test_classify_goes_on_from_what_fill_mask_learned(topics):
+    folder, _ = topics
+    options = ["--labels", "60", "--pretrained", "runs/fill_mask/model.keras", "--epochs", "15"]
+    output = run(folder, "classify.py", "train", "topics.tsv", *options)
+    assert re.search(r"\d+ of \d+ weights are pretrained", output)
+    assert float(re.search(r"accuracy ([\d.]+)% of 150 texts", output)[1]) > 95
+    written = {path.name for path in (folder / "runs/classify").iterdir()}
+    assert written == {"model.keras", "saved_model", "learning_curve.png", "confusion.png"}
+    said = run(folder, "classify.py", "classify", "hay and wheat", "gull and sail and wave")
+    assert [line.split()[0] for line in said.splitlines()] == ["land", "sea"]
+
+
+def test_classify_starts_from_nothing_too(topics):
+    folder, _ = topics
+    options = ["--vocabulary", "330", "--epochs", "2", "--labels", "600"]
+    output = run(folder, "classify.py", "--folder", "new", "train", "topics.tsv", *options)
+    assert float(re.search(r"accuracy ([\d.]+)% of 150 texts", output)[1]) > 95
+    again = run(folder, "classify.py", "--folder", "new", "evaluate", "topics.tsv")
+    assert float(re.search(r"accuracy ([\d.]+)% of 1500 texts", again)[1]) > 95
+
+
+def test_language_model_learns_writes_and_is_evaluated(topics):
+    folder, _ = topics
+    texts = [line.split("\t")[1] for line in (folder / "topics.tsv").read_text(encoding="utf-8").splitlines()]
+    (folder / "texts.txt").write_text("\n".join(texts), encoding="utf-8")
+    options = ["--vocabulary", "330", "--epochs", "6", "--preset", "tiny"]
+    output = run(folder, "language_model.py", "train", "texts.txt", *options)
+    perplexity = float(re.search(r"perplexity [\d.]+ a piece, ([\d.]+) a word", output)[1])
+    assert perplexity < 4  # " and", then one of four: about 2.5 with the ends
+    again = run(folder, "language_model.py", "evaluate", "texts.txt")
+    assert float(re.search(r"perplexity [\d.]+ a piece, ([\d.]+) a word", again)[1]) < 4
+    assert " and " in run(folder, "language_model.py", "write", "wave and sail")
