@@ -19,7 +19,7 @@ PARALLEL := -n auto --maxprocesses 4 --dist loadfile
 
 # what runs on every backend; text, data and export are TensorFlow's
 JAX_TESTS := $(patsubst %,tests/test_%.py,noise positions relative attention blockwise variants remat embeddings \
-    crossentropy blocks models packing search generator training callbacks resume)
+    crossentropy blocks models readers transfer adapters packing search generator training callbacks resume)
 
 lint: .venv/.test
 	$(BIN)/ruff check .

@@ -158,12 +158,11 @@ def parts(examples, valid, test):
     """Examples to train on, to validate and to test; what is not given is held out, 10 % each and at most 1000."""
     examples = read(examples)
     random.Random(0).shuffle(examples)
-    held_out = []
+    number, held_out = min(1000, max(1, len(examples) // 10)), []
     for path in (valid, test):
         if path:
             held_out.append(read(path))
         else:
-            number = min(1000, max(1, len(examples) // 10))
             examples, taken = examples[:-number], examples[-number:]
             held_out.append(taken)
     return examples or sys.exit("Too few examples: one to train on is needed."), *held_out
