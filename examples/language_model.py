@@ -28,7 +28,7 @@ def main():
     training.add_argument("texts", type=pathlib.Path)
     training.add_argument("--valid", type=pathlib.Path, help="texts to validate on; else some of TEXTS")
     training.add_argument("--test", type=pathlib.Path, help="texts to test on; else those to validate on")
-    training.add_argument("--preset", choices=["tiny", "small", "base", "llama"], default="llama", help="the model")
+    training.add_argument("--preset", choices=["tiny", "small", "base", "llama"], default="tiny", help="the model")
     training.add_argument("--vocabulary", type=int, default=4000, help="pieces")
     training.add_argument("--dropout", type=float, default=0.1)
     training.add_argument("--epochs", type=int, default=3)

@@ -10,6 +10,8 @@ import numpy as np
 
 from keras_transformer.checks import check_count
 
+MOST_CHOICES = 1024  # lengths among which those to pad to are chosen: memory and time grow with the square
+
 log = logging.getLogger("keras_transformer")
 
 
@@ -83,7 +85,9 @@ def best_buckets(counts, number):
         Rising list of lengths, the longest row's the last.
     """
     lengths = np.flatnonzero(counts)
-    rows = np.concatenate([[0], np.cumsum(counts[lengths])])  # rows that are shorter than each length
+    step = -(-len(lengths) // MOST_CHOICES)
+    lengths = lengths[::-step][::-1]  # the longest among them
+    rows = np.concatenate([[0], np.cumsum(counts)[lengths]])  # rows that are no longer than each
     places, longest = np.arange(len(rows)), np.concatenate([[0], lengths])
     # one[i, j]: positions that the lengths from i up to j take in a bucket of their own
     one = np.where(places[:, None] <= places, (rows - rows[:, None]) * longest, np.inf)

@@ -32,6 +32,8 @@ NORMALIZATIONS = {"layer": keras.layers.LayerNormalization, "rms": RMSNormalizat
 class _Block(keras.layers.Layer):
     """What both blocks share: their arguments, their children and the residual connection around each child."""
 
+    is_causal = False
+
     def __init__(
         self,
         num_heads: int,
@@ -57,7 +59,7 @@ class _Block(keras.layers.Layer):
         if normalization not in NORMALIZATIONS:
             raise ValueError(f"`normalization` must be one of {list(NORMALIZATIONS)}; got {normalization!r}.")
         self.normalization = normalization
-        self.attention = check_options("attention", attention, MultiHeadSelfAttention, num_heads, own=("causal",))
+        self.attention = check_options("attention", attention, MultiHeadSelfAttention, num_heads, causal=self.is_causal)
         self.feed_forward = check_options("feed_forward", feed_forward, FeedForward, intermediate_dim, activation)
         self.supports_masking = True
 
@@ -221,9 +223,11 @@ class DecoderBlock(_Block):
     ```
     """
 
+    is_causal = True
+
     def build(self, x_shape, context_shape=None):
         with keras.RematScope(mode=None):  # the block as a whole
-            self._build_attention("self_attention", MultiHeadSelfAttention, x_shape, causal=True)
+            self._build_attention("self_attention", MultiHeadSelfAttention, x_shape, causal=self.is_causal)
             if context_shape is not None:
                 self._build_attention("cross_attention", MultiHeadCrossAttention, x_shape, context_shape)
             self._build_feed_forward(x_shape)

@@ -48,20 +48,20 @@ def check_activation(activation: str) -> str:
     return activation
 
 
-def check_options(name: str, options: dict | None, layer: type, *args, own=()) -> dict:
+def check_options(name: str, options: dict | None, layer: type, *args, **own) -> dict:
     """Options of a block's child, checked by making one, and plain, so that they can be saved; None is the empty dict.
 
     Args:
         layer: the child's class.
         *args: what its constructor takes first.
-        own: names of further arguments that are not options.
+        **own: further arguments of it that are not options.
     """
     options, taken = dict(options or {}), ("self", "kwargs", *own)
     allowed = [option for option in inspect.signature(layer.__init__).parameters if option not in taken][len(args) :]
     unknown = sorted(set(options) - set(allowed))
     if unknown:
         raise ValueError(f"`{name}` takes the options {sorted(allowed)}; got {unknown}.")
-    config = layer(*args, **options).get_config()
+    config = layer(*args, **own, **options).get_config()
     return {option: config[option] for option in options}
 
 

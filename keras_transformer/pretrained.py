@@ -16,8 +16,8 @@ def load_pretrained(folder, dtype=None) -> keras.Model:
     """A model with the weights of a folder in Hugging Face's form: `config.json` beside `*.safetensors` or `*.bin`.
 
     The families are BERT (Devlin et al. 2018, https://arxiv.org/abs/1810.04805), GPT-2 (Radford et al. 2019) and Llama
-    (Touvron et al. 2023, https://arxiv.org/abs/2302.13971), with Mistral. Nothing is downloaded. Reading safetensors
-    needs the package of that name, reading `.bin` files PyTorch.
+    (Touvron et al. 2023, https://arxiv.org/abs/2302.13971), with Mistral. Nothing is downloaded. Reading
+    `.bin` files, and safetensors that hold bfloat16, needs PyTorch.
 
     Args:
         folder: str or path.

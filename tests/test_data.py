@@ -6,6 +6,7 @@ import logging
 import pathlib
 import re
 import textwrap
+import tracemalloc
 
 import keras
 import numpy as np
@@ -455,6 +456,21 @@ def test_no_other_buckets_need_less(rows_of_length, number):
 
 def test_as_many_buckets_as_lengths_pad_nothing():
     assert best_buckets(np.array([0, 3, 0, 0, 1, 0, 2, 0]), 16) == [1, 4, 6]
+
+
+def test_very_many_lengths_cost_little_memory_and_little_more_padding(monkeypatch):
+    def positions(buckets, counts):
+        return sum(count * buckets[np.searchsorted(buckets, length)] for length, count in enumerate(counts))
+
+    counts = np.random.default_rng(0).integers(0, 50, 3001)
+    counts[-1] = 1
+    tracemalloc.start()
+    buckets = best_buckets(counts, 16)
+    megabytes = tracemalloc.get_traced_memory()[1] / 2**20
+    tracemalloc.stop()
+    monkeypatch.setattr("keras_transformer.batches.MOST_CHOICES", 3001)
+    assert positions(buckets, counts) < 1.001 * positions(best_buckets(counts, 16), counts)
+    assert buckets[-1] == 3000 and len(buckets) <= 16 and megabytes < 40
 
 
 # ---- in training
