@@ -1,5 +1,7 @@
 """LoRA: fine-tuning by small matrices beside frozen ones, over Keras's own `enable_lora`."""
 
+import math
+
 import keras
 
 from keras_transformer.checks import check_count, check_range
@@ -55,7 +57,7 @@ def add_lora(
     for layer in chosen.values():
         layer.enable_lora(rank, lora_alpha=alpha)
     _uncompile(model)
-    return sum(weight.shape.num_elements() for weight in model.trainable_variables)
+    return sum(math.prod(weight.shape) for weight in model.trainable_variables)
 
 
 def merge_lora(model: keras.Model) -> None:

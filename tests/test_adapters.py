@@ -6,7 +6,8 @@ import pytest
 
 import keras_transformer as kt
 
-tensorflow_only = pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="export is TensorFlow's")
+TF = keras.backend.backend() == "tensorflow"
+tensorflow_only = pytest.mark.skipif(not TF, reason="export is TensorFlow's")
 SIZE = {"d_model": 16, "num_layers": 2, "num_heads": 2, "intermediate_dim": 32, "dropout": 0.0}
 LLAMA = {**kt.PRESETS["llama"], **SIZE, "attention": {"num_kv_heads": 1, "position": "rotary"}}
 
@@ -17,7 +18,7 @@ def language_model(**options):
 
 
 def trained(model, ids, **options):
-    model.compile(keras.optimizers.Adam(0.01), kt.TokenCrossentropy(), jit_compile=False)
+    model.compile(keras.optimizers.Adam(0.01), kt.TokenCrossentropy(), jit_compile=not TF)
     model.fit(ids, np.roll(ids, -1, axis=1), batch_size=8, verbose=0, **options)
     return model
 
@@ -151,6 +152,7 @@ def test_int8_is_not_trained(ids):
         kt.loss_model(model)({"tokens": ids, "labels": ids})
 
 
+@pytest.mark.slow
 def test_an_int8_encoder_decoder_writes_with_its_cache(ids, tmp_path):
     model = quantized(kt.build_transformer(32, **SIZE))
     model.save(tmp_path / "model.keras")
