@@ -15,7 +15,7 @@ import pathlib
 import random
 import sys
 
-MAX_LENGTH = 160  # pieces of a text, start and end among them; longer ones are left out of training
+MAX_LENGTH = 160  # pieces of a text, start and end among them; longer ones are cut in training
 
 
 def main():
@@ -46,8 +46,8 @@ def train(folder, examples, valid, test, pretrained, labels, vocabulary, epochs,
     keras.utils.set_random_seed(seed)
     folder.mkdir(parents=True, exist_ok=True)
     examples, valid, test = parts(examples, valid, test)
-    examples = random.Random(seed).sample(examples, min(labels or len(examples), len(examples)))
     classes = sorted({name for name, _ in examples})
+    examples = random.Random(seed).sample(examples, min(labels or len(examples), len(examples)))
     print(f"{len(examples)} texts to train on, {len(valid)} to validate and {len(test)} to test; classes: {classes}")
     if pretrained:
         reader = keras.models.load_model(pretrained)
@@ -57,7 +57,9 @@ def train(folder, examples, valid, test, pretrained, labels, vocabulary, epochs,
     model = classifier(tokenizer.vocab_size, len(classes), reader)
 
     def batches(examples, shuffle=0):
-        numbered = [(text, classes.index(name)) for name, text in examples if name in classes]
+        if unknown := sorted({name for name, _ in examples} - set(classes)):
+            sys.exit(f"The classes to validate on must be those to train on; got {unknown} too.")
+        numbered = [(text, classes.index(name)) for name, text in examples]
         return kt.labeled_batches(numbered, tokenizer, 2048, MAX_LENGTH, shuffle=shuffle, seed=seed)
 
     train_batches = batches(examples, shuffle=len(examples))

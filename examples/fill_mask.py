@@ -44,9 +44,9 @@ def train(folder, texts, column, preset, vocabulary, epochs, seed):
     texts, held_out = split(read(texts, column))
     print(f"{len(texts)} texts to train on, {len(held_out)} held out")
     tokenizer = kt.Tokenizer.train(texts, vocabulary, kind="bpe", name="tokenizer", user_defined_symbols=[MASK])
-    options = {"max_length": MAX_LENGTH, "mask_id": mask_id(tokenizer), "seed": seed}
+    options = {"max_length": MAX_LENGTH, "seed": seed}
     batches = kt.masked_batches(texts, tokenizer, shuffle=len(texts), **options)
-    valid_batches = kt.masked_batches(held_out, tokenizer, **options)
+    valid_batches = kt.masked_batches(held_out, tokenizer, **options).cache()  # the same are hidden in each epoch
     model = kt.build_masked_language_model(
         tokenizer.vocab_size, norm_first=True, activation="gelu", name="reader", **kt.PRESETS[preset]
     )
@@ -123,16 +123,12 @@ def best_pieces(filler, text, n=3):
 
     tokenizer = filler.get_layer("tokenizer")
     strings = tf.constant([re.sub(r" *\[MASK\]", MASK, text)])
-    masks = tokenizer(strings, start=True, end=True)[0] == mask_id(tokenizer)
+    masks = tokenizer(strings, start=True, end=True)[0] == tokenizer.mask_id
     found, ids = tf.math.top_k(keras.ops.softmax(filler(strings)[0][masks]), n)
     return [
         [f"{written(tokenizer, piece)} {share:.2f}" for piece, share in zip(pieces, shares)]
         for pieces, shares in zip(ids.numpy(), found.numpy())
     ]
-
-
-def mask_id(tokenizer):
-    return int(tokenizer.tokenize([MASK]).to_tensor()[0, 0])
 
 
 def written(tokenizer, piece):

@@ -15,6 +15,7 @@ is compared with ridge regression on the same numbers, the day before (seasonal 
 import argparse
 import csv
 import importlib.metadata
+import json
 import math
 import pathlib
 import sys
@@ -58,7 +59,7 @@ def train(folder, path, target, epochs, seed):
 
     keras.utils.set_random_seed(seed)
     folder.mkdir(parents=True, exist_ok=True)
-    times, series = read_series(path, target)
+    names, times, series = read_series(path, target)
     sets = {part: windows(times, series, part) for part in PARTS}
     print(", ".join(f"{len(inputs)} windows for {part}" for part, (inputs, _) in sets.items()))
 
@@ -84,6 +85,7 @@ def train(folder, path, target, epochs, seed):
     plot(inputs, targets, forecasts, errors, target, folder / "forecasts.png")
     model.save(folder / "forecast.keras")
     model.export(folder / "saved_model", verbose=False)
+    (folder / "columns.json").write_text(json.dumps(names), encoding="utf-8")
     print(f"wrote {', '.join(sorted(path.name for path in folder.iterdir()))} into {folder}")
 
 
@@ -94,7 +96,9 @@ def predict(folder, path, target):
     model = folder / "saved_model"
     if not model.exists():
         sys.exit(f"{model} is not there: run `python examples/forecast.py train` first.")
-    times, series = read_series(path, target)
+    names, times, series = read_series(path, target)
+    if names != (known := json.loads((folder / "columns.json").read_text(encoding="utf-8"))):
+        raise ValueError(f"The target and the other columns must be those of training, {known}; got {names}.")
     if np.sum(np.diff(times[-HISTORY:]).astype(int) == 1) != HISTORY - 1:
         raise ValueError(f"The last {HISTORY} lines must be an hour apart; got {times[-HISTORY:]}.")
     forecast = tf.saved_model.load(str(model)).signatures["serving_default"]
@@ -153,7 +157,7 @@ def linear(inputs, targets, valid_inputs, valid_targets):
 
 
 def read_series(path, target):
-    """Hours, datetime64 [T], and features, float32 [T, F]: the target, other columns, hour of day and day of year."""
+    """Names of columns, hours [T], and float32 [T, F]: the target, the other columns, hour of day and day of year."""
     rows = list(read_weather() if path is None else csv.DictReader(path.read_text(encoding="utf-8-sig").splitlines()))
     columns = {}
     for name in [name for row in rows[:1] for name in row if name != "time"]:
@@ -170,7 +174,8 @@ def read_series(path, target):
     hour = (times - days) / np.timedelta64(1, "D")
     day = (days - days.astype("datetime64[Y]")) / np.timedelta64(365, "D")
     clock = [wave(2 * np.pi * turn) for wave in (np.sin, np.cos) for turn in (hour, day)]
-    return times, np.stack([columns.pop(target), *columns.values(), *clock], axis=1).astype("float32")
+    names = [target, *(name for name in columns if name != target)]
+    return names, times, np.stack([*(columns[name] for name in names), *clock], axis=1).astype("float32")
 
 
 def number(text):

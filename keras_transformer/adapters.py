@@ -17,7 +17,7 @@ def add_lora(
     holds the kernels with the products merged into them: load it with `compile=False`, or merge before.
 
     Args:
-        model: built `keras.Model`, of layers of this package or of others.
+        model: built `keras.Model`, of layers of this package or of other `keras.layers.Dense`.
         rank: int, the columns of `A` and the rows of `B`.
         targets: names of dense layers, or ends of their paths where a name alone says too little: `"query"`, `"key"`,
             `"value"`, `"self_attention/output"`, `"feed_forward/inner"`, `"decoder_block_4/cross_attention/value"`.
@@ -28,8 +28,8 @@ def add_lora(
         int, how many numbers are trained now.
 
     Raises:
-        ValueError: on a rank below 1, on targets that name no dense layer, on layers that are not there or have such a
-            product already.
+        ValueError: on a rank below 1, on targets that name no dense layer, one that is not `trainable` or one that has
+            such a product already, on layers that are not there.
 
     Example:
     ```python
@@ -48,13 +48,15 @@ def add_lora(
     chosen = {target: [x for x in layers if f"/{x.path}".endswith(f"/{target}")] for target in targets}
     if nothing := [target for target, found in chosen.items() if not found]:
         raise ValueError(f"`targets` must name dense layers, as {sorted({x.name for x in layers})}; got {nothing}.")
-    chosen = {layer.path: layer for found in chosen.values() for layer in found}
-    if again := [path for path, layer in chosen.items() if layer.lora_enabled]:
+    chosen = list({id(layer): layer for found in chosen.values() for layer in found}.values())
+    if again := [layer.path for layer in chosen if layer.lora_enabled]:
         raise ValueError(f"A layer can have one LoRA product; got {again} again.")
+    if frozen := [layer.path for layer in chosen if not layer.trainable]:
+        raise ValueError(f"`targets` must be layers that are trained; got {frozen}, which are not `trainable`.")
     whole = {id(weight) for name in trainable for weight in model.get_layer(name).weights}
     for weight in model.weights:
         weight.trainable = id(weight) in whole and weight.trainable
-    for layer in chosen.values():
+    for layer in chosen:
         layer.enable_lora(rank, lora_alpha=alpha)
     _uncompile(model)
     return sum(math.prod(weight.shape) for weight in model.trainable_variables)
@@ -90,8 +92,9 @@ def merge_lora(model: keras.Model) -> None:
         layer.lora_enabled, layer.lora_rank = False, None
         for name in ("lora_kernel_a", "lora_kernel_b"):
             delattr(layer, name)
-    for weight in model.weights:
-        weight.trainable = True
+    for layer in model._flatten_layers():
+        for variable in layer._trainable_variables:
+            variable.trainable = layer.trainable
     _uncompile(model)
 
 

@@ -165,12 +165,13 @@ def masked_batches(
         texts, tokenizer, tokens_per_batch, max_length, shuffle, seed, buckets: as of `text_batches`; a longer text is
             cut into pieces of `max_length - 2` tokens.
         rate: float in (0, 1], the share of tokens that is chosen.
-        mask_id: int, what stands for a hidden token; None for that of unknown tokens, of which a tokenizer with byte
-            fallback has none.
+        mask_id: int, what stands for a hidden token; None for the tokenizer's `mask_id`: its `"[MASK]"` or, if it has
+            none, its unknown token.
 
     Returns:
         `tf.data.Dataset` of `(tokens int32 [B, T], labels int32 [B, T])`: a start, the text and an end, some tokens
-        replaced; and the chosen tokens as they were, padding elsewhere. Attributes as of `pair_batches`.
+        replaced; and the chosen tokens as they were, padding elsewhere. Attributes as of `pair_batches`. To validate on
+        the same hidden tokens in each epoch, `cache()` it.
 
     Raises:
         ValueError: as `text_batches`; on a rate out of range or a `mask_id` outside the vocabulary.
@@ -185,7 +186,7 @@ def masked_batches(
     ```
     """
     rate = check_range("rate", rate, 0, most=1, above=True)
-    mask_id = check_count("mask_id", tokenizer.unknown_id if mask_id is None else mask_id, least=0)
+    mask_id = check_count("mask_id", tokenizer.mask_id if mask_id is None else mask_id, least=0)
     if mask_id >= tokenizer.vocab_size:
         raise ValueError(f"`mask_id` must be an id of the vocabulary of {tokenizer.vocab_size}; got {mask_id}.")
     special = [tokenizer.pad_id, tokenizer.unknown_id, tokenizer.start_id, tokenizer.end_id, mask_id]
@@ -214,8 +215,8 @@ def labeled_batches(examples, tokenizer, tokens_per_batch=4096, max_length=128, 
 
     Args:
         examples: pairs of a string and an int, the number of its class, in the forms that `pair_batches` takes pairs.
-        tokenizer, tokens_per_batch, max_length, shuffle, seed, buckets: as of `text_batches`; longer texts are reported
-            and dropped.
+        tokenizer, tokens_per_batch, max_length, shuffle, seed, buckets: as of `text_batches`; of a longer text the
+            first `max_length - 1` tokens and the end are taken.
 
     Returns:
         `tf.data.Dataset` of `(tokens int32 [B, T], classes int32 [B])`: a start, the text and an end. Attributes as of
@@ -233,6 +234,7 @@ def labeled_batches(examples, tokenizer, tokens_per_batch=4096, max_length=128, 
     assert tokens.shape[0] == 2 and sorted(classes.numpy()) == [0, 1]
     ```
     """
+    _, length = given_lengths(buckets, max_length)
 
     def tokenize(chunk):
         for example in chunk:
@@ -240,8 +242,10 @@ def labeled_batches(examples, tokenizer, tokens_per_batch=4096, max_length=128, 
                 raise ValueError(f"`examples` must hold pairs of a text and a class; got {example!r}.")
             check_count("class", example[1], least=0)
         texts, classes = zip(*chunk)
+        whole = _framed(texts, tokenizer)
+        rows = (ids if len(ids) <= length else np.append(ids[: length - 1], tokenizer.end_id) for ids in whole)
         # the class at each token: it takes as much room as the text, so that the share of padding is the text's
-        return ((ids, np.full(len(ids), number, np.int32)) for ids, number in zip(_framed(texts, tokenizer), classes))
+        return ((ids, np.full(len(ids), number, np.int32)) for ids, number in zip(rows, classes))
 
     def arrange(tokens, classes, random):
         return tokens, classes[:, 0]

@@ -4,7 +4,6 @@ Letters: `B` batch, `T` tokens, `D` width, `V` vocabulary.
 """
 
 import math
-import re
 
 import keras
 import numpy as np
@@ -15,49 +14,21 @@ from keras_transformer.noise import Dropout
 from keras_transformer.positions import LearnedPositions
 from keras_transformer.stacks import decoder, encoder, rows_of
 
-ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}  # Hugging Face's names; others are Keras's
-
-
-class Tensors(dict):
-    """Arrays of files by their names, and which of them were asked for."""
-
-    def __init__(self, arrays):
-        super().__init__(arrays)
-        self.taken, self.missing = set(), []
-
-    def take(self, name):
-        if name not in self:
-            self.missing.append(name)
-            return None
-        self.taken.add(name)
-        return self[name]
-
-    def wrong(self, unused=""):
-        """Lines of text: what was asked for in vain, and what nobody asked for (names that match `unused` apart)."""
-        left = [name for name in self if name not in self.taken and not re.fullmatch(unused, name)]
-        return [f"{name}: not there" for name in self.missing] + [f"{name}: of no use here" for name in left]
-
-    def dense(self, theirs, ours, has_bias=True):
-        """A PyTorch `Linear`, whose weight is `[out, in]`, as a Keras `Dense`."""
-        weight = self.take(f"{theirs}.weight")
-        found = {f"{ours}/kernel": None if weight is None else weight.T}
-        return {**found, f"{ours}/bias": self.take(f"{theirs}.bias")} if has_bias else found
-
-    def norm(self, theirs, ours, has_bias=True, times=1.0):
-        """A layer normalization's weight and bias; ours always has one."""
-        weight = self.take(f"{theirs}.weight")
-        bias = self.take(f"{theirs}.bias") if has_bias or weight is None else np.zeros_like(weight)
-        return {f"{ours}/{x}": None if y is None else y * times for x, y in (("gamma", weight), ("beta", bias))}
-
-    def rms_norm(self, theirs, ours, times=1.0):
-        """An RMS norm's weight."""
-        scale = self.take(f"{theirs}.weight")
-        return {f"{ours}/scale": None if scale is None else scale * times}
-
-    def table(self, name, width):
-        """A table of vectors for a `TokenEmbedding`, which scales them by the root of their width."""
-        table = self.take(name)
-        return None if table is None else table / math.sqrt(width)
+ACTIVATIONS = {  # Hugging Face's names and ours
+    **{name: name for name in ("gelu", "relu", "silu", "tanh")},
+    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh"),
+    "swish": "silu",
+}
+LLAMA = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "head_dim": None, "num_key_value_heads": None}
+LLAMA.update(tie_word_embeddings=False, attention_bias=False, mlp_bias=False, attention_dropout=0.0, layer_types=None)
+DEFAULTS = {  # what a config.json need not say, by `transformers`
+    "bert": {"hidden_act": "gelu", "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    | {"layer_norm_eps": 1e-12, "max_position_embeddings": 512},
+    "gpt2": {"activation_function": "gelu_new", "resid_pdrop": 0.1, "attn_pdrop": 0.1, "layer_norm_epsilon": 1e-5}
+    | {"n_inner": None, "n_positions": 1024},
+    "llama": LLAMA,
+    "mistral": {**LLAMA, "num_key_value_heads": 8, "sliding_window": 4096},
+}
 
 
 def _need(config, **wanted):
@@ -68,7 +39,9 @@ def _need(config, **wanted):
 
 
 def _activation(name):
-    return ACTIVATIONS.get(name, name)
+    if name not in ACTIVATIONS:
+        raise ValueError(f"The activation must be one of {sorted(ACTIVATIONS)}; got {name!r}.")
+    return ACTIVATIONS[name]
 
 
 def _bert(config, tensors, dtype):
@@ -160,18 +133,21 @@ def _gpt2(config, tensors, dtype):
             weights[f"{ours}/self_attention/output/{mine}"] = tensors.take(f"{theirs}.attn.c_proj.{kind}")
             weights[f"{ours}/feed_forward/inner/{mine}"] = tensors.take(f"{theirs}.mlp.c_fc.{kind}")
             weights[f"{ours}/feed_forward/output/{mine}"] = tensors.take(f"{theirs}.mlp.c_proj.{kind}")
-    return model, weights, r".*\.attn\.(masked_)?bias|lm_head\.weight"
+    tensors.tied("lm_head.weight", f"{start}wte.weight")
+    return model, weights, r".*\.attn\.(masked_)?bias"
 
 
 def _llama(config, tensors, dtype):
     width, heads = config["hidden_size"], config["num_attention_heads"]
-    tied, bias = bool(config.get("tie_word_embeddings")), bool(config.get("attention_bias"))
+    tied, bias, inner_bias = (bool(config[name]) for name in ("tie_word_embeddings", "attention_bias", "mlp_bias"))
+    if len(set(config["layer_types"] or "1")) > 1:
+        raise ValueError(f"All layers must be of one of the `layer_types`; got {config['layer_types']}.")
     attention = {
-        "key_dim": config.get("head_dim") or width // heads,
-        "num_kv_heads": config.get("num_key_value_heads") or heads,
+        "key_dim": config["head_dim"] or width // heads,
+        "num_kv_heads": config["num_key_value_heads"] or heads,
         "position": {"type": "rotary", **_rope(config)},
-        "window": config.get("sliding_window"),
-        "dropout": config.get("attention_dropout", 0.0),
+        "window": config["sliding_window"] if config["model_type"] == "mistral" else None,
+        "dropout": config["attention_dropout"] or 0.0,
         "use_bias": bias,
     }
     model = build_language_model(
@@ -187,47 +163,62 @@ def _llama(config, tensors, dtype):
         name=config["model_type"],
         activation=_activation(config["hidden_act"]),
         norm_first=True,
-        use_bias=bool(config.get("mlp_bias")),
+        use_bias=inner_bias,
         epsilon=config["rms_norm_eps"],
         normalization="rms",
         attention=attention,
         feed_forward={"gated": True},
     )
-    weights = {"embedding/embeddings": tensors.table("model.embed_tokens.weight", width)}
-    weights.update(tensors.rms_norm("model.norm", "decoder_norm", times=math.sqrt(width) if tied else 1.0))
-    if not tied:
-        weights["embedding/reverse_embeddings"] = tensors.dense("lm_head", "", False)["/kernel"]
+    start = "model." if any(name.startswith("model.") for name in tensors) else ""
+    table = f"{start}embed_tokens.weight"
+    weights = {"embedding/embeddings": tensors.table(table, width)}
+    weights.update(tensors.rms_norm(f"{start}norm", "decoder_norm", times=math.sqrt(width) if tied else 1.0))
+    if tied:
+        tensors.tied("lm_head.weight", table)
+    else:
+        weights["embedding/reverse_embeddings"] = tensors.dense("lm_head", "", has_bias=False)["/kernel"]
     names = {
         **{
             f"self_attention/{kind}": (f"self_attn.{kind[0]}_proj", bias)
             for kind in ("query", "key", "value", "output")
         },
         **{
-            f"feed_forward/{mine}": (f"mlp.{name}_proj", bool(config.get("mlp_bias")))
+            f"feed_forward/{mine}": (f"mlp.{name}_proj", inner_bias)
             for mine, name in (("inner", "gate"), ("gate", "up"), ("output", "down"))
         },
     }
     for i in range(config["num_hidden_layers"]):
-        theirs, ours = f"model.layers.{i}", f"decoder_block_{i + 1}"
+        theirs, ours = f"{start}layers.{i}", f"decoder_block_{i + 1}"
         for mine, (name, has_bias) in names.items():
             weights.update(tensors.dense(f"{theirs}.{name}", f"{ours}/{mine}", has_bias))
         weights.update(tensors.rms_norm(f"{theirs}.input_layernorm", f"{ours}/self_attention_norm"))
         weights.update(tensors.rms_norm(f"{theirs}.post_attention_layernorm", f"{ours}/feed_forward_norm"))
-    return model, weights, r"lm_head\.weight|.*rotary_emb\.inv_freq" if tied else r".*rotary_emb\.inv_freq"
+    return model, weights, r".*rotary_emb\.inv_freq"
 
 
 def _rope(config):
     """Options of `RotaryPositions`."""
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    options = {"max_wavelength": rope.get("rope_theta", config.get("rope_theta", 10000.0))}
-    if kind in ("linear", "yarn"):
-        options.update(scaling=kind, factor=rope["factor"])
+    rope = {"partial_rotary_factor": config.get("partial_rotary_factor", 1.0)}
+    rope.update({**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})})
+    kinds = [kind for kind in (rope.pop("rope_type", None), rope.pop("type", None)) if kind]
+    kind = kinds[0] if kinds else "default"
+    options = {"max_wavelength": rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0}
+    fixed = {"partial_rotary_factor": 1.0}  # what may be said, with the only value that is built here
+    if kind in ("linear", "yarn", "llama3"):
+        options.update(scaling=kind, factor=rope.pop("factor", None))
+    if kind in ("yarn", "llama3"):
+        length = rope.pop("original_max_position_embeddings", None)
+        options["original_length"] = length or config.get("max_position_embeddings")
     if kind == "yarn":
-        _need({"model_type": "yarn", **rope}, beta_fast=32, beta_slow=1, attention_factor=None, mscale=None)
-        options["original_length"] = rope["original_max_position_embeddings"]
-    if kind not in ("default", "linear", "yarn"):
-        raise ValueError(f"Rotary positions must be of the type 'default', 'linear' or 'yarn'; got {kind!r}.")
+        fixed.update(beta_fast=32, beta_slow=1, attention_factor=None, mscale=None, mscale_all_dim=None, truncate=True)
+    if kind == "llama3":
+        fixed.update(low_freq_factor=1, high_freq_factor=4)
+    wrong = {name: value for name, value in rope.items() if name not in fixed or fixed[name] != value}
+    if kind not in ("default", "linear", "yarn", "llama3") or wrong:
+        raise ValueError(
+            "Rotary positions must be of the type 'default', 'linear', 'yarn' or 'llama3', with the options of "
+            f"`RotaryPositions`; got {kind!r} with {wrong}."
+        )
     return options
 
 

@@ -8,30 +8,34 @@ import pathlib
 
 import keras
 
-from keras_transformer.families import FAMILIES, Tensors, torch_transformer
-from keras_transformer.transfer import assign_weights
+from keras_transformer.families import DEFAULTS, FAMILIES, torch_transformer
+from keras_transformer.tensors import Tensors
+from keras_transformer.transfer import assign_weights, misfits
 
 
-def load_pretrained(folder, dtype=None) -> keras.Model:
-    """A model with the weights of a folder in Hugging Face's form: `config.json` beside `*.safetensors` or `*.bin`.
+def load_pretrained(folder, unused=(), dtype=None) -> keras.Model:
+    """A model with the weights of a folder in Hugging Face's form: `config.json` beside `model.safetensors`.
 
     The families are BERT (Devlin et al. 2018, https://arxiv.org/abs/1810.04805), GPT-2 (Radford et al. 2019) and Llama
-    (Touvron et al. 2023, https://arxiv.org/abs/2302.13971), with Mistral. Nothing is downloaded. Reading
-    `.bin` files, and safetensors that hold bfloat16, needs PyTorch.
+    (Touvron et al. 2023, https://arxiv.org/abs/2302.13971) to 3.2, with Mistral. Nothing is downloaded. Of weights in
+    parts `model.safetensors.index.json` names the files; `pytorch_model.bin` is read too, which needs PyTorch.
 
     Args:
         folder: str or path.
+        unused: beginnings of names of weights that are left out, as of a head: `("classifier.",)`.
         dtype: str or `keras.DTypePolicy` of all layers; None for Keras's global policy.
 
     Returns:
         An uncompiled functional `keras.Model` from `tokens` ids [B, T]. BERT's gives vectors [B, T, D], of which
         `Pooling` makes one; all tokens are of segment 0, id 0 is padding. Those of GPT-2 and Llama give logits
-        [B, T, V]; they have no padding, and a `Generator` with their ids writes with them.
+        [B, T, V]; they have no padding, and a `Generator` with their ids writes with them. Where logits share the table
+        of tokens, the vectors of `get_layer("decoder")` are `sqrt(D)` times the published ones.
 
     Raises:
         FileNotFoundError: if a file is missing.
         ValueError: on another family, or on options of it that are not here; and, naming all of them, on weights that
             are missing, have another shape or are left over.
+        KeyError: if the config lacks a size.
 
     Example:
     ```python
@@ -48,8 +52,8 @@ def load_pretrained(folder, dtype=None) -> keras.Model:
     if family not in FAMILIES:
         raise ValueError(f"The model must be of one of the families {sorted(FAMILIES)}; got {family!r}.")
     tensors = Tensors(_read(folder))
-    model, weights, unused = FAMILIES[family](config, tensors, dtype)
-    assign_weights(model, weights, tensors.wrong(unused))
+    model, weights, known = FAMILIES[family]({**DEFAULTS[family], **config}, tensors, dtype)
+    assign_weights(model, weights, tensors.wrong(known, unused))
     return model
 
 
@@ -93,34 +97,29 @@ def load_torch_transformer(state, num_heads, norm_first=False, activation="relu"
     }
     tensors = Tensors(arrays)
     block = {"num_heads": num_heads, "norm_first": norm_first, "activation": activation, "epsilon": epsilon}
-    models = []
-    for side in ("encoder", "decoder"):
-        model, weights = torch_transformer(side, tensors, {**block, "dropout": 0.0, "dtype": dtype})
-        assign_weights(model, weights, tensors.wrong() if side == "decoder" else ())
-        models.append(model)
-    return tuple(models)
+    block.update(dropout=0.0, dtype=dtype)
+    encoder, decoder = (torch_transformer(side, tensors, block) for side in ("encoder", "decoder"))
+    assign_weights(*encoder, [*tensors.wrong(), *misfits(*decoder)])
+    assign_weights(*decoder)
+    return encoder[0], decoder[0]
 
 
 def _read(folder):
-    """Name -> float32 array, of all files of weights in a folder."""
-    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
-    if not files:
-        raise FileNotFoundError(f"There must be *.safetensors or *.bin files of weights in {folder}.")
-    arrays = {}
-    for path in files:
-        arrays.update(_read_safetensors(path) if path.suffix == ".safetensors" else _read_bin(path))
-    return arrays
+    """Name -> float32 array, of the weights in a folder: as `transformers` does, from one of these files or sets."""
+    for name, read in {"model.safetensors": _read_safetensors, "pytorch_model.bin": _read_bin}.items():
+        index = folder / f"{name}.index.json"
+        if index.exists():
+            parts = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            return {key: array for part in sorted(parts) for key, array in read(folder / part).items()}
+        if (folder / name).exists():
+            return read(folder / name)
+    raise FileNotFoundError(f"There must be model.safetensors or pytorch_model.bin, or an index of parts, in {folder}.")
 
 
 def _read_safetensors(path):
-    from safetensors import safe_open
+    from safetensors.numpy import load_file
 
-    try:
-        with safe_open(path, "numpy") as file:
-            return {name: file.get_tensor(name).astype("float32") for name in file.keys()}  # noqa: SIM118, it is no dict
-    except TypeError:  # NumPy has no bfloat16
-        with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name).float().numpy() for name in file.keys()}  # noqa: SIM118, it is no dict
+    return {name: array.astype("float32") for name, array in load_file(path).items()}
 
 
 def _read_bin(path):

@@ -9,6 +9,7 @@ from keras import ops
 from keras_transformer.blocks import NORMALIZATIONS
 from keras_transformer.checks import activation_named, check_count
 from keras_transformer.embeddings import TokenEmbedding
+from keras_transformer.noise import Dropout
 from keras_transformer.pooling import Pooling
 from keras_transformer.stacks import add_positions, check_positions, encoder, rows_of
 
@@ -59,7 +60,7 @@ def build_classifier(
     block.update(num_heads=num_heads, intermediate_dim=intermediate_dim, dropout=dropout, dtype=dtype)
     tokens, rows, _, x = _read_tokens(vocab_size, d_model, num_layers, positions, max_length, block)
     x = Pooling(pooling, dtype=dtype, name="pooling")(x, padding_mask=rows[0])
-    x = keras.layers.Dropout(dropout, dtype=dtype, name="pooling_dropout")(x)
+    x = Dropout(dropout, dtype=dtype, name="pooling_dropout")(x)
     logits = keras.layers.Dense(num_classes, dtype=dtype, name="logits")(x)
     return keras.Model(tokens, logits, name=name)
 
@@ -103,7 +104,7 @@ def build_masked_language_model(
     """
     block.update(num_heads=num_heads, intermediate_dim=intermediate_dim, dropout=dropout, dtype=dtype)
     tokens, _, embedding, x = _read_tokens(vocab_size, d_model, num_layers, positions, max_length, block)
-    activation, epsilon = activation_named(block.get("activation", "gelu")), block.get("epsilon", 1e-6)
+    activation, epsilon = activation_named(block.get("activation", "relu")), block.get("epsilon", 1e-6)
     x = keras.layers.Dense(
         embedding.output_dim, activation, use_bias=block.get("use_bias", True), dtype=dtype, name="head"
     )(x)

@@ -20,15 +20,17 @@ class RotaryPositions(keras.layers.Layer):
     Su et al. 2021, "RoFormer", https://arxiv.org/abs/2104.09864: the product of a query and a key then depends on how
     far apart they stand. Longer contexts than those of training: `"linear"` divides positions by `factor` (Chen et al.
     2023, https://arxiv.org/abs/2306.15595); `"yarn"` does so for slow pairs only and sharpens attention (Peng et al.
-    2023, https://arxiv.org/abs/2309.00071). Angles are computed in float32 whatever the dtype policy.
+    2023, https://arxiv.org/abs/2309.00071); `"llama3"` does so for slow pairs, chosen in another way (Grattafiori et
+    al. 2024, "The Llama 3 Herd of Models", https://arxiv.org/abs/2407.21783). Angles are computed in float32 whatever
+    the dtype policy.
 
     Args:
         max_wavelength: number above 1: pair `i` turns by `max_wavelength ** (-2 i / H)` radians a position.
         layout: `"halves"`, pair `i` is features `i` and `i + H / 2` (GPT-NeoX, Llama in Hugging Face's form), or
             `"interleaved"`, features `2 i` and `2 i + 1` (the paper's).
-        scaling: None, `"linear"` or `"yarn"`.
+        scaling: None, `"linear"`, `"yarn"` or `"llama3"`.
         factor: number of at least 1, how much longer contexts are than those of training.
-        original_length: int, the length in training, for `"yarn"`.
+        original_length: int, the length in training, for `"yarn"` and `"llama3"`.
 
     Call arguments:
         x: float tensor `[B, T, N, H]`, queries or keys; `H` is even.
@@ -65,10 +67,12 @@ class RotaryPositions(keras.layers.Layer):
         super().__init__(**kwargs)
         if layout not in ("halves", "interleaved"):
             raise ValueError(f"`layout` must be 'halves' or 'interleaved'; got {layout!r}.")
-        if scaling not in (None, "linear", "yarn"):
-            raise ValueError(f"`scaling` must be None, 'linear' or 'yarn'; got {scaling!r}.")
-        if (scaling == "yarn") != (original_length is not None):
-            raise ValueError(f"`original_length` belongs to `scaling='yarn'`; got {original_length!r} and {scaling!r}.")
+        if scaling not in (None, "linear", "yarn", "llama3"):
+            raise ValueError(f"`scaling` must be None, 'linear', 'yarn' or 'llama3'; got {scaling!r}.")
+        if (scaling in ("yarn", "llama3")) != (original_length is not None):
+            raise ValueError(
+                f"`original_length` belongs to the scalings 'yarn', 'llama3'; got {original_length!r} and {scaling!r}."
+            )
         if scaling is None and factor != 1:
             raise ValueError(f"`factor` belongs to a `scaling`; got {factor!r} and None.")
         self.max_wavelength = check_range("max_wavelength", max_wavelength, 1, above=True, most=1e12)
@@ -87,6 +91,11 @@ class RotaryPositions(keras.layers.Layer):
             return frequencies
         if self.scaling == "linear":
             return frequencies / self.factor
+
+        if self.scaling == "llama3":  # pairs of less than 1 turn in the original length are slow, of more than 4 fast
+            turns = self.original_length * frequencies / (2 * math.pi)
+            slow = 1 - np.clip((turns - 1) / (4 - 1), 0, 1)
+            return frequencies * (1 - slow) + frequencies / self.factor * slow
 
         def pair_of(turns):  # which pair makes so many turns in the original length
             return size * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(self.max_wavelength))

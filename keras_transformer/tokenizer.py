@@ -16,6 +16,7 @@ import numpy as np
 from keras_transformer.checks import check_count
 
 KINDS = ("unigram", "bpe", "char", "word")
+MASK = "[MASK]"  # stands for a hidden token, in vocabularies that have it
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # U+2581, how SentencePiece writes a space
 
 
@@ -74,6 +75,7 @@ class Tokenizer(keras.layers.Layer):
         ids = pieces.pad_id(), pieces.unk_id(), pieces.bos_id(), pieces.eos_id()
         if ids != (self.pad_id, self.unknown_id, self.start_id, self.end_id):
             raise ValueError(f"A tokenizer's ids of padding, unknown, start and end must be 0, 1, 2 and 3; got {ids}.")
+        self.mask_id = pieces.piece_to_id(MASK)  # of one without it, that of unknown tokens
         return _sentencepiece_in_graph(model)
 
     @classmethod
@@ -94,7 +96,8 @@ class Tokenizer(keras.layers.Layer):
             kind: `"unigram"` (Kudo 2018, https://arxiv.org/abs/1804.10959), `"bpe"` (Sennrich et al. 2016,
                 https://arxiv.org/abs/1508.07909), `"char"` or `"word"`.
             name: str, the layer's name.
-            **options: further options of `sentencepiece.SentencePieceTrainer.train`.
+            **options: further options of `sentencepiece.SentencePieceTrainer.train`; with
+                `user_defined_symbols=["[MASK]"]` there is a token for `masked_batches`, the attribute `mask_id`.
 
         Returns:
             A `Tokenizer`.

@@ -46,28 +46,33 @@ def assign_weights(model, arrays, wrong=(), kept=()):
 
     Args:
         model: built `keras.Model`.
-        arrays: dict from the paths of weights to arrays; None for one that is known to be missing.
+        arrays: dict from the paths of weights to arrays; None for one that `wrong` says is missing.
         wrong: what else is known not to fit, as lines of text.
         kept: paths of weights that keep their values.
     """
-    ours, wrong = _weights(model), list(wrong)
-    wrong += [f"{path}: no value for it" for path in ours if path not in arrays and path not in kept]
-    wrong += [f"{path}: no such weight in the model" for path in arrays if path not in ours]
-    given = {path: array for path, array in arrays.items() if path in ours and array is not None}
-    for path, array in given.items():
-        if tuple(ours[path].shape) != array.shape:
-            wrong.append(f"{path}: shape {list(array.shape)} for one of {list(ours[path].shape)}")
-    if wrong:
+    if wrong := [*wrong, *misfits(model, arrays, kept)]:
         raise ValueError("All weights must fit; got\n  " + "\n  ".join(wrong))
-    for path, array in given.items():
+    ours = _weights(model)
+    for path, array in arrays.items():
         ours[path].assign(array)
 
 
+def misfits(model, arrays, kept=()):
+    """What of `arrays` does not fit the weights of a model, as lines of text; see `assign_weights`."""
+    ours = _weights(model)
+    wrong = [f"{path}: no value for it" for path in ours if path not in arrays and path not in kept]
+    wrong += [f"{path}: no such weight in the model" for path in arrays if path not in ours]
+    for path, array in arrays.items():
+        if path in ours and array is not None and tuple(ours[path].shape) != array.shape:
+            wrong.append(f"{path}: shape {list(array.shape)} for one of {list(ours[path].shape)}")
+    return wrong
+
+
 def _weights(model):
-    """By their paths; the states of random generators are nobody's to copy."""
+    """By their paths."""
     found = {}
     for weight in model.weights:
-        if "seed_generator" not in weight.path and found.setdefault(weight.path, weight) is not weight:
+        if found.setdefault(weight.path, weight) is not weight:
             raise ValueError(f"Layers must have names of their own; got two weights {weight.path!r} in {model.name!r}.")
     return found
 

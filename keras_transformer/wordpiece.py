@@ -7,7 +7,8 @@ import pathlib
 
 import keras
 
-from keras_transformer.tokenizer import framed
+from keras_transformer.checks import check_count
+from keras_transformer.tokenizer import MASK, framed
 
 SPECIAL = {"pad_id": "[PAD]", "unknown_id": "[UNK]", "start_id": "[CLS]", "end_id": "[SEP]"}
 SIGN = (  # a word by itself: what ASCII has beside letters and digits, Unicode's punctuation, a Chinese character
@@ -30,7 +31,10 @@ class WordPiece(keras.layers.Layer):
 
     Args:
         vocabulary: list of strings, the pieces in the order of their ids; or the path of a `vocab.txt`, a piece a line.
-        lower_case: bool, whether letters become small and lose their accents (the "uncased" models).
+        lower_case: bool, whether letters become small (the "uncased" models); `do_lower_case` of a
+            `tokenizer_config.json`.
+        strip_accents: bool, whether letters lose their accents; None for as `lower_case`.
+        max_length: int, the most tokens of a row, start and end among them: longer texts are cut; None for no limit.
 
     Call arguments:
         texts: list of strings, or string tensor `[B]`.
@@ -51,13 +55,22 @@ class WordPiece(keras.layers.Layer):
     ```
     """
 
-    def __init__(self, vocabulary: list | str, lower_case: bool = True, **kwargs):
+    def __init__(
+        self,
+        vocabulary: list | str,
+        lower_case: bool = True,
+        strip_accents: bool | None = None,
+        max_length: int | None = None,
+        **kwargs,
+    ):
         super().__init__(**{"trainable": False, **kwargs, "dtype": "int32"})
         self._convert_input_args = False  # Keras would look for floats among the strings
         self._allow_non_tensor_positional_args = True
         if isinstance(vocabulary, (str, pathlib.Path)):
             vocabulary = pathlib.Path(vocabulary).read_text(encoding="utf-8").removesuffix("\n").split("\n")
         self.vocabulary, self.lower_case = list(vocabulary), bool(lower_case)
+        self.strip_accents = self.lower_case if strip_accents is None else bool(strip_accents)
+        self.max_length = None if max_length is None else check_count("max_length", max_length, least=2)
         places = {piece: i for i, piece in enumerate(self.vocabulary)}
         lacking = [piece for piece in SPECIAL.values() if piece not in places]
         if lacking or len(places) != len(self.vocabulary):
@@ -68,6 +81,7 @@ class WordPiece(keras.layers.Layer):
         self.vocab_size = len(self.vocabulary)
         for name, piece in SPECIAL.items():
             setattr(self, name, places[piece])
+        self.mask_id = places.get(MASK, self.unknown_id)
         self._tokenizer = self._load()
         self.built = True
 
@@ -89,24 +103,30 @@ class WordPiece(keras.layers.Layer):
         texts = tf.strings.unicode_transcode(texts, "UTF-8", "UTF-8")  # bytes that are none become U+FFFD
         texts = tf.strings.regex_replace(texts, r"[\t\n\r\p{Z}]", " ")
         texts = tf.strings.regex_replace(texts, r"[\x{0}\x{FFFD}\p{C}]", "")
-        if self.lower_case:
-            texts = tensorflow_text.normalize_utf8(texts, "NFD")
-            texts = tf.strings.lower(tf.strings.regex_replace(texts, r"\p{Mn}", ""), encoding="utf-8")
+        if self.strip_accents:
+            texts = tf.strings.regex_replace(tensorflow_text.normalize_utf8(texts, "NFD"), r"\p{Mn}", "")
+        if self.lower_case:  # of each letter alone: TensorFlow has another small sigma for the end of a word
+            texts = tf.strings.lower(tf.strings.regex_replace(texts, "Σ", "σ"), encoding="utf-8")
         words = tensorflow_text.regex_split(texts, rf"\s+|{SIGN}", SIGN)
         is_long = tf.strings.length(words.flat_values, unit="UTF8_CHAR") > LONGEST_WORD
         words = words.with_flat_values(tf.where(is_long, "\0", words.flat_values))  # no vocabulary can spell it
         ids = self._tokenizer.tokenize(words).merge_dims(1, 2)
+        if self.max_length is not None:
+            ids = ids[:, : self.max_length - bool(start) - bool(end)]
         return framed(ids, self.start_id if start else None, self.end_id if end else None)
 
     def call(self, texts, start=True, end=True):
         return self.tokenize(texts, start, end).to_tensor(self.pad_id)
 
     def pieces(self, ids):
-        """int array `[T]` -> list of the pieces."""
-        return [self.vocabulary[i] for i in ids]
+        """int tensor of any shape -> string tensor of the same shape: how each token is written in the vocabulary."""
+        import tensorflow as tf
+
+        return tf.gather(self.vocabulary, ids)
 
     def compute_output_spec(self, texts, start=True, end=True):
         return keras.KerasTensor((*texts.shape, None), dtype="int32")
 
     def get_config(self):
-        return {**super().get_config(), "vocabulary": self.vocabulary, "lower_case": self.lower_case}
+        names = ("vocabulary", "lower_case", "strip_accents", "max_length")
+        return {**super().get_config(), **{name: getattr(self, name) for name in names}}

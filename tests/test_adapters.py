@@ -105,6 +105,30 @@ def test_what_names_nothing_is_refused_before_anything_is_changed(options, rule)
     assert len(model.trainable_weights) == len(language_model().trainable_weights)
 
 
+def test_what_was_not_trained_is_not_trained_after_merging():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.BatchNormalization(), keras.layers.Dense(3, name="head")])
+    model.layers[0].trainable = False
+    before = [weight.path for weight in model.trainable_weights]
+    kt.add_lora(model, rank=2, targets=("head",))
+    kt.merge_lora(model)
+    assert [weight.path for weight in model.trainable_weights] == before
+    model.layers[0].trainable = True
+    assert len(model.trainable_weights) == 4 and len(model.non_trainable_weights) == 2
+
+
+def test_layers_of_equal_paths_get_their_own_products():
+    tokens, size = keras.Input((None,), dtype="int32"), {**SIZE, "num_layers": 1}
+    both = [kt.build_classifier(32, 2, **size, name=name)(tokens) for name in ("one", "other")]
+    assert kt.add_lora(keras.Model(tokens, both), rank=2, targets=("query",)) == 2 * 2 * (16 + 16)
+
+
+def test_layers_that_are_frozen_are_refused():
+    model = kt.build_classifier(32, 2, **SIZE)
+    model.get_layer("encoder").trainable = False
+    with pytest.raises(ValueError, match=r"must be layers that are trained; got \['encoder_block_1"):
+        kt.add_lora(model, rank=2)
+
+
 def test_products_are_added_once_and_merged_where_they_are():
     model = language_model()
     with pytest.raises(ValueError, match="must be there; got"):

@@ -760,12 +760,19 @@ def test_padding_is_the_share_of_tokens_that_are_padding(tokenizer, number, buck
         np.testing.assert_allclose(batches.padding, np.mean(ids == 0), atol=1e-12)
 
 
-def test_examples_that_are_too_long_are_dropped_counted_and_reported(tokenizer, caplog):
-    given = [("w1", 4), (" ".join(WORDS[:7]), 5), (" ".join(WORDS[:6]), 6)]
-    with caplog.at_level(logging.WARNING, "keras_transformer"):
-        batches = kt.labeled_batches(given, tokenizer, 64, max_length=8)
-    assert caplog.messages == ["1 of 3 rows dropped: longer than 8 tokens."]
-    assert sorted(np.concatenate([classes for _, classes in batches]).tolist()) == [4, 6]
+def test_examples_that_are_too_long_are_cut(tokenizer):
+    given = [("w1", 4), (" ".join(WORDS[:9]), 5), (" ".join(WORDS[:6]), 6)]
+    ((tokens, classes),) = kt.labeled_batches(given, tokenizer, 64, max_length=8, buckets=1)
+    rows = dict(zip(classes.numpy().tolist(), tokens.numpy().tolist()))
+    assert rows[5] == rows[6] == [2, *tokenizer([" ".join(WORDS[:6])]).numpy()[0], 3]
+    assert rows[4][2:] == [3, 0, 0, 0, 0, 0]
+
+
+def test_the_mask_of_the_vocabulary_hides():
+    masked = kt.Tokenizer.train(["to be or not to be"] * 9, 300, kind="bpe", user_defined_symbols=["[MASK]"])
+    assert masked.mask_id == 4 and masked.tokenize(["[MASK]"]).to_list() == [[4]]
+    ((tokens, labels),) = kt.masked_batches(["to be or not to be"] * 20, masked, rate=0.5, buckets=1)
+    assert np.mean(tokens.numpy()[labels.numpy() != 0] == 4) > 0.6 and not np.any(labels.numpy() == 4)
 
 
 @pytest.mark.parametrize(

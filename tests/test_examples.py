@@ -119,7 +119,7 @@ def test_forecast_learns_what_the_day_before_does_not_tell(measurements):
     assert set(errors) == {"Transformer", "linear", "the day before", "the last hour"}
     assert errors["Transformer"] < 0.5 * min(errors["the day before"], errors["the last hour"])
     written = {path.name for path in (folder / "runs/forecast").iterdir()}
-    assert written == {"forecast.keras", "saved_model", "forecasts.png"}
+    assert written == {"forecast.keras", "saved_model", "columns.json", "forecasts.png"}
 
 
 def test_forecast_predicts_the_next_day_without_the_package(measurements, tmp_path, monkeypatch):
@@ -128,6 +128,9 @@ def test_forecast_predicts_the_next_day_without_the_package(measurements, tmp_pa
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     output = run(folder, "forecast.py", "predict", "--csv", "hours.csv", "--target", "air")
     lines = re.findall(r"(?m)^(\S+):00 +(-?[\d.]+)$", output)
+    command = [sys.executable, str(EXAMPLES / "forecast.py"), "predict", "--csv", "hours.csv", "--target", "pressure"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0 and "must be those of training, ['air', 'pressure']" in done.stderr
     assert [time for time, _ in lines] == [f"2023-05-01T{hour:02}" for hour in range(24)]
     forecast = np.array([float(value) for _, value in lines])
     assert np.abs(forecast - following).mean() < 0.5 * np.abs(forecast.mean() - following).mean()

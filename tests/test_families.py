@@ -197,13 +197,111 @@ def test_files_in_parts_are_put_together_and_leftovers_are_named(published):
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     names = sorted(tensors)
-    for part, own in enumerate((names[::2], names[1::2])):
-        save_file({name: tensors[name] for name in own}, folder / f"model-0000{part}-of-00002.safetensors")
+    parts = {f"model-0000{part}-of-00002.safetensors": names[part::2] for part in (0, 1)}
+    for file, own in parts.items():
+        save_file({name: tensors[name] for name in own}, folder / file)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {name: file for file, own in parts.items() for name in own}}))
+    save_file({"other": np.zeros(3)}, folder / "model_old.safetensors")  # nobody asks for it
     found = np.asarray(kt.load_pretrained(folder)(ids))
     np.testing.assert_allclose(found[ids != 0], expected[ids != 0], atol=1e-4)
-    save_file({"a": tensors[names[0]]}, folder / "model-00003-of-00003.safetensors")
-    (folder / "model-00001-of-00002.safetensors").unlink()
+    left = {"classifier.weight": tensors[names[0]], "other": tensors[names[0]]}
+    save_file({**{name: tensors[name] for name in names[::2]}, **left}, folder / "model.safetensors")
+    index.unlink()
     with pytest.raises(ValueError) as error:
-        kt.load_pretrained(folder)
-    assert "a: of no use here" in str(error.value)
+        kt.load_pretrained(folder, unused=("classifier.",))
+    assert "other: of no use here" in str(error.value) and "classifier" not in str(error.value)
     assert all(f"{name}: not there" in str(error.value) for name in names[1::2])
+
+
+def test_a_model_reloads_equal(published, tmp_path):
+    folder, ids, _ = published
+    model = kt.load_pretrained(folder)
+    model.save(tmp_path / "model.keras")
+    np.testing.assert_array_equal(keras.models.load_model(tmp_path / "model.keras")(ids), model(ids))
+
+
+def written(folder, family, change=lambda weights: None, formulas=None, **options):
+    """A folder of the family, with some weights and options changed, and ids with what the formulas make of them."""
+    own, config = FAMILIES[family]
+    ids, weights = np.random.default_rng(1).integers(1, VOCAB, (2, 9)), Weights()
+    expected = (formulas or own)(weights, ids)
+    change(weights)
+    save_file(dict(weights), folder / "model.safetensors")
+    config = {"model_type": family, **config, **options}
+    config = {name: value for name, value in config.items() if value != "absent"}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return ids, expected
+
+
+def old_names(weights):
+    for name in [name for name in weights if "LayerNorm" in name]:
+        weights[name.replace(".weight", ".gamma").replace(".bias", ".beta")] = weights.pop(name)
+
+
+def tie(weights):
+    weights["lm_head.weight"] = weights["transformer.wte.weight"].copy()
+
+
+FORMS = {
+    "old names": ("bert", old_names, {}),
+    "a head that is the table": ("gpt2", tie, {}),
+    "defaults": ("gpt2", lambda weights: None, {"n_inner": INNER, "attn_pdrop": "absent", "resid_pdrop": "absent"}),
+    "rope_parameters": (
+        "llama",
+        lambda weights: None,
+        {
+            "rope_scaling": "absent",
+            "rope_theta": "absent",
+            "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0},
+        },
+    ),
+    "a window that Llama has not": ("llama", lambda weights: None, {"sliding_window": 3, "attention_dropout": None}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_other_forms_of_the_same_are_read(form, tmp_path):
+    family, change, options = FORMS[form]
+    ids, expected = written(tmp_path, family, change, **options)
+    np.testing.assert_allclose(kt.load_pretrained(tmp_path)(ids), expected, atol=1e-4)
+
+
+def test_bfloat16_is_read(tmp_path):
+    import ml_dtypes
+
+    def change(weights):
+        weights.update({name: x.astype(ml_dtypes.bfloat16) for name, x in weights.items()})
+
+    ids, expected = written(tmp_path, "llama", change)
+    found = np.asarray(kt.load_pretrained(tmp_path)(ids))
+    assert np.abs(found - expected).mean() < 0.05 * np.abs(expected).mean()
+
+
+REFUSED = {
+    "a tied head that differs": ("gpt2", {}, r"lm_head.weight: not equal to transformer.wte.weight"),
+    "untied GPT-2": ("gpt2", {"tie_word_embeddings": False}, "options of a gpt2 model"),
+    "an activation": ("bert", {"hidden_act": "leaky_relu"}, "The activation must be one of .*; got 'leaky_relu'"),
+    "kinds of layers": ("llama", {"layer_types": ["sliding_attention", "full_attention"]}, "All layers must be of one"),
+    "rope by layers": ("llama", {"rope_parameters": {"full_attention": {}}}, "Rotary positions must be of the type"),
+    "a part of each head": ("llama", {"partial_rotary_factor": 0.5}, "with {'partial_rotary_factor': 0.5}"),
+    "yarn": (
+        "llama",
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}, "max_position_embeddings": 64},
+        "got 'yarn' with {'truncate': False}",
+    ),
+    "dynamic": ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "got 'dynamic'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_be_another_model_is_refused(case, tmp_path):
+    family, options, rule = REFUSED[case]
+
+    def change(weights):
+        if not options:
+            weights["lm_head.weight"] = weights["transformer.wte.weight"] + 1
+
+    written(tmp_path, family, change, **options)
+    with pytest.raises(ValueError, match=rule):
+        kt.load_pretrained(tmp_path)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import keras_transformer as kt
-from keras_transformer.families import Tensors
+from keras_transformer.tensors import Tensors
 from keras_transformer.transfer import assign_weights
 
 torch = pytest.importorskip("torch")
@@ -21,6 +21,8 @@ transformers = pytest.importorskip("transformers")
 SIZES = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40}
 LLAMA = {**SIZES, "num_key_value_heads": 2}
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 16}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 100.0, "original_max_position_embeddings": 16}
+LLAMA3.update(low_freq_factor=1.0, high_freq_factor=4.0)
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0}
 FAMILIES = {
     "bert": lambda: transformers.BertModel(transformers.BertConfig(**SIZES)),
@@ -36,6 +38,9 @@ FAMILIES = {
     ),
     "llama, yarn": lambda: transformers.LlamaForCausalLM(
         transformers.LlamaConfig(**LLAMA, rope_parameters=YARN, max_position_embeddings=64)
+    ),
+    "llama 3": lambda: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**LLAMA, rope_parameters=LLAMA3, max_position_embeddings=64)
     ),
     "mistral": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**LLAMA, sliding_window=4)),
 }
@@ -131,7 +136,11 @@ def test_all_weights_that_do_not_fit_are_named(tmp_path):
         ("bert", {"position_embedding_type": "relative_key"}, "options of a bert model must be"),
         ("bert", {"is_decoder": True}, "options of a bert model must be"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "options of a gpt2 model must be"),
-        ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "Rotary positions must be of the type"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "longrope", "factor": 8.0}},
+            "Rotary positions must be of the type",
+        ),
     ],
 )
 def test_families_and_options_that_are_not_here_are_refused(family, config, rule, tmp_path):
@@ -236,12 +245,15 @@ def test_outputs_are_those_of_a_torch_transformer(options, rng):
 
 def test_weights_of_a_torch_transformer_that_do_not_fit_are_named():
     state = {name: tensor.numpy() for name, tensor in torch_transformer().state_dict().items()}
-    kt.load_torch_transformer(state, num_heads=2)  # arrays do as well
+    encoder, _ = kt.load_torch_transformer(state, num_heads=2)  # arrays do as well
+    np.testing.assert_array_equal(encoder.get_layer("encoder_norm").gamma, state["encoder.norm.weight"])
+    state["encoder.layers.0.linear2.weight"] = np.zeros((3, 3), "float32")
     state["extra.weight"] = state.pop("decoder.layers.1.norm3.bias")
     with pytest.raises(ValueError) as error:
         kt.load_torch_transformer(state, num_heads=4)
     assert "decoder.layers.1.norm3.bias: not there" in str(error.value)
     assert "extra.weight: of no use here" in str(error.value)
+    assert "encoder_block_1/feed_forward/output/kernel: shape [3, 3] for one of [40, 16]" in str(error.value)
     with pytest.raises(ValueError, match="There must be weights encoder.layers.0.linear1.weight"):
         kt.load_torch_transformer({"weight": np.zeros(3)}, num_heads=4)
 

@@ -325,10 +325,16 @@ def test_layers_are_registered_under_the_names_of_this_package(cls):
     "arguments, message",
     [
         ({"layout": "stacked"}, "`layout` must be 'halves' or 'interleaved'; got 'stacked'"),
-        ({"scaling": "dynamic"}, "`scaling` must be None, 'linear' or 'yarn'; got 'dynamic'"),
-        ({"scaling": "yarn", "factor": 2.0}, "`original_length` belongs to `scaling='yarn'`; got None and 'yarn'"),
-        ({"original_length": 64}, "`original_length` belongs to `scaling='yarn'`; got 64 and None"),
-        ({**LINEAR, "original_length": 64}, "`original_length` belongs to `scaling='yarn'`; got 64 and 'linear'"),
+        ({"scaling": "dynamic"}, "`scaling` must be None, 'linear', 'yarn' or 'llama3'; got 'dynamic'"),
+        (
+            {"scaling": "yarn", "factor": 2.0},
+            "`original_length` belongs to the scalings 'yarn', 'llama3'; got None and 'yarn'",
+        ),
+        ({"original_length": 64}, "`original_length` belongs to the scalings 'yarn', 'llama3'; got 64 and None"),
+        (
+            {**LINEAR, "original_length": 64},
+            "`original_length` belongs to the scalings 'yarn', 'llama3'; got 64 and 'linear'",
+        ),
         ({"factor": 2.0}, "`factor` belongs to a `scaling`; got 2.0 and None"),
         ({"scaling": "linear", "factor": 0.5}, "`factor` must be at least 1; got 0.5"),
         ({**YARN, "original_length": 0}, "`original_length` must be a whole number of at least 1; got 0"),

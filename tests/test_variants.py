@@ -751,7 +751,10 @@ REFUSED = [
         {"position": {"type": "rotary", "layout": "stacked"}},
         "`layout` must be 'halves' or 'interleaved'; got 'stacked'",
     ),
-    ({"position": {"type": "rotary", "scaling": "yarn"}}, "`original_length` belongs to `scaling='yarn'`; got None"),
+    (
+        {"position": {"type": "rotary", "scaling": "yarn"}},
+        "`original_length` belongs to the scalings 'yarn', 'llama3'; got None",
+    ),
 ]
 
 

@@ -35,7 +35,7 @@ def cased():
 
 def pieces(tokenizer, text):
     (ids,) = tokenizer.tokenize([text])
-    return tokenizer.pieces(ids.numpy())
+    return [piece.decode() for piece in tokenizer.pieces(ids).numpy()]
 
 
 # ---- ids
@@ -140,7 +140,23 @@ def test_bytes_that_are_not_utf8_are_left_out(tokenizer, cased):
     replaced = [text.decode("utf-8", "replace") for text in bad]
     for each in (tokenizer, cased):
         assert each.tokenize(tf.constant(bad)).to_list() == each.tokenize(replaced).to_list()
-    assert tokenizer.pieces(tokenizer.tokenize(tf.constant(bad))[0].numpy()) == ["to"]
+    assert pieces(tokenizer, bad[0]) == ["to"]
+
+
+def test_long_texts_are_cut_on_demand():
+    cutting = kt.WordPiece(VOCABULARY, max_length=4)
+    whole = kt.WordPiece(VOCABULARY)
+    ids = whole(["to be or to be or", "be"]).numpy()
+    assert cutting(["to be or to be or", "be"]).numpy().tolist() == [[*ids[0, :3], ids[0, -1]], [*ids[1, :3], 0]]
+    assert cutting.tokenize(["to be or to be or"]).to_list() == [ids[0, 1:5].tolist()]
+    with pytest.raises(ValueError, match="`max_length` must be a whole number of at least 2; got 1"):
+        kt.WordPiece(VOCABULARY, max_length=1)
+
+
+def test_the_mask_is_that_of_the_vocabulary():
+    assert kt.WordPiece(VOCABULARY).mask_id == VOCABULARY.index("[MASK]")
+    unmasked = kt.WordPiece([piece for piece in VOCABULARY if piece != "[MASK]"])
+    assert unmasked.mask_id == unmasked.unknown_id
 
 
 def test_long_texts_and_words_are_answered(tokenizer):
