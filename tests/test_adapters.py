@@ -125,7 +125,7 @@ def test_layers_of_equal_paths_get_their_own_products():
 def test_layers_that_are_frozen_are_refused():
     model = kt.build_classifier(32, 2, **SIZE)
     model.get_layer("encoder").trainable = False
-    with pytest.raises(ValueError, match=r"must be layers that are trained; got \['encoder_block_1"):
+    with pytest.raises(ValueError, match=r"must be layers that are trained; got .*encoder_block_1"):
         kt.add_lora(model, rank=2)
 
 
