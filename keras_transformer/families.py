@@ -44,7 +44,7 @@ def _activation(name):
     return ACTIVATIONS[name]
 
 
-def _bert(config, tensors, dtype):
+def _bert_model(config, dtype):
     _need(config, position_embedding_type="absolute", is_decoder=False, add_cross_attention=False, pad_token_id=0)
     width, epsilon = config["hidden_size"], config["layer_norm_eps"]
     dropout = config["hidden_dropout_prob"]
@@ -63,8 +63,11 @@ def _bert(config, tensors, dtype):
     x = keras.layers.LayerNormalization(epsilon=epsilon, dtype=dtype, name="embedding_norm")(x)
     x = Dropout(dropout, dtype=dtype, name="embedding_dropout")(x)
     x = encoder(width, config["num_hidden_layers"], **block)([x, *rows_of(tokens)])
-    model = keras.Model(tokens, x, name="bert")
+    return keras.Model(tokens, x, name="bert")
 
+
+def _bert(config, tensors, dtype):
+    model, width = _bert_model(config, dtype), config["hidden_size"]
     start = "bert." if any(name.startswith("bert.") for name in tensors) else ""
     embeddings = f"{start}embeddings"
     positions, segments = (
@@ -137,9 +140,8 @@ def _gpt2(config, tensors, dtype):
     return model, weights, r".*\.attn\.(masked_)?bias"
 
 
-def _llama(config, tensors, dtype):
+def _llama_model(config, dtype):
     width, heads = config["hidden_size"], config["num_attention_heads"]
-    tied, bias, inner_bias = (bool(config[name]) for name in ("tie_word_embeddings", "attention_bias", "mlp_bias"))
     if len(set(config["layer_types"] or "1")) > 1:
         raise ValueError(f"All layers must be of one of the `layer_types`; got {config['layer_types']}.")
     attention = {
@@ -148,27 +150,32 @@ def _llama(config, tensors, dtype):
         "position": {"type": "rotary", **_rope(config)},
         "window": config["sliding_window"] if config["model_type"] == "mistral" else None,
         "dropout": config["attention_dropout"] or 0.0,
-        "use_bias": bias,
+        "use_bias": bool(config["attention_bias"]),
     }
-    model = build_language_model(
+    return build_language_model(
         config["vocab_size"],
         width,
         config["num_hidden_layers"],
         heads,
         config["intermediate_size"],
         dropout=0.0,
-        tie_embeddings=tied,
+        tie_embeddings=bool(config["tie_word_embeddings"]),
         pad_id=None,
         dtype=dtype,
         name=config["model_type"],
         activation=_activation(config["hidden_act"]),
         norm_first=True,
-        use_bias=inner_bias,
+        use_bias=bool(config["mlp_bias"]),
         epsilon=config["rms_norm_eps"],
         normalization="rms",
         attention=attention,
         feed_forward={"gated": True},
     )
+
+
+def _llama(config, tensors, dtype):
+    model, width = _llama_model(config, dtype), config["hidden_size"]
+    tied, bias, inner_bias = (bool(config[name]) for name in ("tie_word_embeddings", "attention_bias", "mlp_bias"))
     start = "model." if any(name.startswith("model.") for name in tensors) else ""
     table = f"{start}embed_tokens.weight"
     weights = {"embedding/embeddings": tensors.table(table, width)}
@@ -176,17 +183,12 @@ def _llama(config, tensors, dtype):
     if tied:
         tensors.tied("lm_head.weight", table)
     else:
-        weights["embedding/reverse_embeddings"] = tensors.dense("lm_head", "", has_bias=False)["/kernel"]
-    names = {
-        **{
-            f"self_attention/{kind}": (f"self_attn.{kind[0]}_proj", bias)
-            for kind in ("query", "key", "value", "output")
-        },
-        **{
-            f"feed_forward/{mine}": (f"mlp.{name}_proj", inner_bias)
-            for mine, name in (("inner", "gate"), ("gate", "up"), ("output", "down"))
-        },
-    }
+        head = tensors.take("lm_head.weight")
+        weights["embedding/reverse_embeddings"] = None if head is None else head.T
+    parts = ("query", "key", "value", "output")
+    names = {f"self_attention/{part}": (f"self_attn.{part[0]}_proj", bias) for part in parts}
+    for part, name in (("inner", "gate"), ("gate", "up"), ("output", "down")):
+        names[f"feed_forward/{part}"] = f"mlp.{name}_proj", inner_bias
     for i in range(config["num_hidden_layers"]):
         theirs, ours = f"{start}layers.{i}", f"decoder_block_{i + 1}"
         for mine, (name, has_bias) in names.items():
