@@ -4,7 +4,7 @@ import math
 
 import keras
 
-from keras_transformer.checks import check_count, check_range
+from keras_transformer.checks import check_count, check_names, check_range
 
 
 def add_lora(
@@ -42,11 +42,11 @@ def add_lora(
     """
     rank = check_count("rank", rank)
     alpha = None if alpha is None else check_range("alpha", alpha, 0, above=True)
-    if isinstance(targets, str) or not targets:
-        raise ValueError(f"`targets` must be names of dense layers; got {targets!r}.")
+    targets, trainable = check_names("targets", targets), check_names("trainable", trainable)
     layers = _dense_layers(model)
     chosen = {target: [x for x in layers if f"/{x.path}".endswith(f"/{target}")] for target in targets}
-    if nothing := [target for target, found in chosen.items() if not found]:
+    nothing = [target for target, found in chosen.items() if not found]
+    if nothing or not targets:
         raise ValueError(f"`targets` must name dense layers, as {sorted({x.name for x in layers})}; got {nothing}.")
     chosen = list({id(layer): layer for found in chosen.values() for layer in found}.values())
     if again := [layer.path for layer in chosen if layer.lora_enabled]:

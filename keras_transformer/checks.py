@@ -65,6 +65,13 @@ def check_options(name: str, options: dict | None, layer: type, *args, **own) ->
     return {option: config[option] for option in options}
 
 
+def check_names(name: str, names) -> tuple:
+    """Names as a tuple; a string alone would be taken for its letters."""
+    if isinstance(names, str) or not all(isinstance(each, str) for each in names):
+        raise ValueError(f"`{name}` must be a tuple of names; got {names!r}.")
+    return tuple(names)
+
+
 def check_vectors(name: str, x) -> None:
     """Vectors are `[B, T, D]` floats; token ids passed by mistake are integers `[B, T]`."""
     dtype = keras.backend.standardize_dtype(x.dtype)

@@ -8,6 +8,7 @@ import pathlib
 
 import keras
 
+from keras_transformer.checks import check_names
 from keras_transformer.families import DEFAULTS, FAMILIES, torch_transformer
 from keras_transformer.tensors import Tensors
 from keras_transformer.transfer import assign_weights, misfits
@@ -33,9 +34,8 @@ def load_pretrained(folder, unused=(), dtype=None) -> keras.Model:
 
     Raises:
         FileNotFoundError: if a file is missing.
-        ValueError: on another family, or on options of it that are not here; and, naming all of them, on weights that
-            are missing, have another shape or are left over.
-        KeyError: if the config lacks a size.
+        ValueError: on another family, on a config that lacks a size or has options that are not here; and, naming all
+            of them, on weights that are missing, have another shape or are left over.
 
     Example:
     ```python
@@ -46,13 +46,16 @@ def load_pretrained(folder, unused=(), dtype=None) -> keras.Model:
         pass  # it has to be there
     ```
     """
-    folder = pathlib.Path(folder)
+    folder, unused = pathlib.Path(folder), check_names("unused", unused)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     family = config.get("model_type")
     if family not in FAMILIES:
         raise ValueError(f"The model must be of one of the families {sorted(FAMILIES)}; got {family!r}.")
     tensors = Tensors(_read(folder))
-    model, weights, known = FAMILIES[family]({**DEFAULTS[family], **config}, tensors, dtype)
+    try:
+        model, weights, known = FAMILIES[family]({**DEFAULTS[family], **config}, tensors, dtype)
+    except KeyError as error:
+        raise ValueError(f"The config.json of a {family} model must have {error}; it has not.") from error
     assign_weights(model, weights, tensors.wrong(known, unused))
     return model
 

@@ -10,9 +10,8 @@ class Tensors(dict):
     """Arrays of files by their names, and which of them were asked for."""
 
     def __init__(self, arrays):
-        old = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
-        pattern = re.compile("|".join(old) + "$")
-        super().__init__((pattern.sub(lambda name: old[name[0]], name), x) for name, x in dict(arrays).items())
+        old, ending = {"gamma": "weight", "beta": "bias"}, re.compile(r"(?<=LayerNorm\.)(gamma|beta)$")
+        super().__init__((ending.sub(lambda found: old[found[0]], name), x) for name, x in dict(arrays).items())
         self.taken, self.lines = set(), []
 
     def take(self, name):
@@ -33,7 +32,7 @@ class Tensors(dict):
         Apart from names that match the pattern `known`, and those that begin as one of `unused`.
         """
         left = [name for name in self if name not in self.taken and not re.fullmatch(known, name)]
-        return self.lines + [f"{name}: of no use here" for name in left if not name.startswith(tuple(unused))]
+        return self.lines + [f"{name}: of no use here" for name in left if not name.startswith(unused)]
 
     def dense(self, theirs, ours, has_bias=True):
         """A PyTorch `Linear`, whose weight is `[out, in]`, as a Keras `Dense`."""

@@ -3,6 +3,8 @@
 import keras
 import numpy as np
 
+from keras_transformer.checks import check_names
+
 
 def transfer_weights(source: keras.Model, target: keras.Model, missing: tuple = (), unused: tuple = ()) -> list:
     """Copies the weights that have the same path in both models, and says what it could not copy.
@@ -34,7 +36,8 @@ def transfer_weights(source: keras.Model, target: keras.Model, missing: tuple = 
     ```
     """
     theirs, ours = _weights(source), _weights(target)
-    left, kept = _of_layers(source, unused), _of_layers(target, missing)
+    left = _of_layers(source, check_names("unused", unused))
+    kept = _of_layers(target, check_names("missing", missing))
     wrong = [f"{path}: not in the target" for path in theirs if path not in ours and path not in left]
     arrays = {path: np.asarray(theirs[path]) for path in ours if path in theirs and path not in kept}
     assign_weights(target, arrays, wrong, kept)

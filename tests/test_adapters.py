@@ -92,9 +92,10 @@ def test_a_layer_can_stay_trainable(ids):
     [
         ({"rank": 0}, "`rank` must be a whole number"),
         ({"rank": 2, "alpha": 0}, "`alpha` must be above 0"),
-        ({"rank": 2, "targets": "query"}, "`targets` must be names"),
+        ({"rank": 2, "targets": "query"}, "`targets` must be a tuple of names; got 'query'"),
+        ({"rank": 2, "trainable": "logits"}, "`trainable` must be a tuple of names; got 'logits'"),
         ({"rank": 2, "targets": ("query", "nothing")}, r"`targets` must name dense layers, .*got \['nothing'\]"),
-        ({"rank": 2, "targets": ()}, "`targets` must be names"),
+        ({"rank": 2, "targets": ()}, "`targets` must name dense layers"),
         ({"rank": 2, "trainable": ("nothing",)}, "nothing"),
     ],
 )

@@ -234,6 +234,14 @@ def written(folder, family, change=lambda weights: None, formulas=None, **option
     return ids, expected
 
 
+def test_a_config_that_lacks_a_size_is_refused(tmp_path):
+    written(tmp_path, "bert", hidden_size="absent")
+    with pytest.raises(ValueError, match="config.json of a bert model must have 'hidden_size'"):
+        kt.load_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="`unused` must be a tuple of names; got 'pooler'"):
+        kt.load_pretrained(tmp_path, unused="pooler")
+
+
 def old_names(weights):
     for name in [name for name in weights if "LayerNorm" in name]:
         weights[name.replace(".weight", ".gamma").replace(".bias", ".beta")] = weights.pop(name)

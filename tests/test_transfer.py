@@ -278,3 +278,10 @@ def test_weights_can_be_copied_into_a_model_that_trains(rng):
     same({"table": values(target)["embedding/embeddings"]}, {"table": values(source)["embedding/embeddings"]})
     target.train_on_batch(ids, classes)
     assert np.any(values(target)["embedding/embeddings"] != values(source)["embedding/embeddings"])
+
+
+@pytest.mark.parametrize("name", ["missing", "unused"])
+def test_a_name_alone_is_refused(name):
+    model = kt.build_classifier(9, 2, d_model=8, num_layers=1, num_heads=2, intermediate_dim=8)
+    with pytest.raises(ValueError, match=f"`{name}` must be a tuple of names; got 'logits'"):
+        kt.transfer_weights(model, model, **{name: "logits"})
