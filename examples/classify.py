@@ -30,6 +30,7 @@ def main():
     training.add_argument("--labels", type=int, help="train on this many examples only")
     training.add_argument("--vocabulary", type=int, default=4000, help="pieces, of a model that starts from nothing")
     training.add_argument("--epochs", type=int, help="the most; by default as many as 4,000 batches make, at most 20")
+    training.add_argument("--dropout", type=float, default=0.1)
     training.add_argument("--rate", type=float, default=5e-4, help="the highest learning rate")
     training.add_argument("--seed", type=int, default=1)
     commands.add_parser("evaluate", help="score on other examples").add_argument("examples", type=pathlib.Path)
@@ -38,7 +39,7 @@ def main():
     {"train": train, "evaluate": evaluate, "classify": classify}[arguments.pop("command")](**arguments)
 
 
-def train(folder, examples, valid, test, pretrained, labels, vocabulary, epochs, rate, seed):
+def train(folder, examples, valid, test, pretrained, labels, vocabulary, epochs, dropout, rate, seed):
     import keras
 
     import keras_transformer as kt
@@ -54,7 +55,7 @@ def train(folder, examples, valid, test, pretrained, labels, vocabulary, epochs,
         tokenizer, reader = reader.get_layer("tokenizer"), reader.get_layer("reader")
     else:
         tokenizer, reader = kt.Tokenizer.train((text for _, text in examples), vocabulary, kind="bpe"), None
-    model = classifier(tokenizer.vocab_size, len(classes), reader)
+    model = classifier(tokenizer.vocab_size, len(classes), dropout, reader)
 
     def batches(examples, shuffle=0):
         if unknown := sorted({name for name, _ in examples} - set(classes)):
@@ -83,16 +84,16 @@ def train(folder, examples, valid, test, pretrained, labels, vocabulary, epochs,
     evaluate_on(folder, test)
 
 
-def classifier(vocab_size, num_classes, reader):
+def classifier(vocab_size, num_classes, dropout, reader):
     """A classifier of the size of `reader`, with its weights; without one, a small classifier."""
     import keras_transformer as kt
 
-    options = {"norm_first": True, "activation": "gelu", **kt.PRESETS["tiny"]}
+    options = {"norm_first": True, "activation": "gelu", **kt.PRESETS["tiny"], "dropout": dropout}
     if reader:
         block = reader.get_layer("encoder").get_layer("encoder_block_1")
         number = sum(layer.name.startswith("encoder_block_") for layer in reader.get_layer("encoder").layers)
         options.update(d_model=reader.get_layer("embedding").output_dim, num_layers=number)
-        options.update(num_heads=block.num_heads, intermediate_dim=block.intermediate_dim, dropout=block.dropout)
+        options.update(num_heads=block.num_heads, intermediate_dim=block.intermediate_dim)
     model = kt.build_classifier(vocab_size, num_classes, **options)
     if reader:
         copied = kt.transfer_weights(reader, model, missing=("logits",), unused=("head", "head_norm"))
