@@ -288,6 +288,7 @@ def test_an_encoder_block_looks_ahead_and_takes_an_attention_mask(rng):
 
 
 CONFIGURED = [
+    (kt.Pooling, {"method": "attention"}),
     (
         kt.EncoderBlock,
         {"num_heads": 2, "intermediate_dim": 16, "dropout": 0.2, "activation": "gelu", "norm_first": True},
@@ -319,7 +320,7 @@ def round_trip(layer):
     return type(layer).from_config(json.loads(json.dumps(layer.get_config())))
 
 
-OF_IDS_OR_TEXT = ("SegmentIds", "TextGenerator", "Tokenizer", "Translator")
+OF_IDS_OR_TEXT = ("SegmentIds", "TextGenerator", "Tokenizer", "Translator", "WordPiece")
 
 
 def test_every_exported_layer_of_vectors_is_configured_here():
