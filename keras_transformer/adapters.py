@@ -88,7 +88,7 @@ def merge_lora(model: keras.Model) -> None:
         raise ValueError(f"Layers with LoRA products, not quantized, must be there; got {[x.path for x in layers]}.")
     for layer in layers:
         layer._kernel.assign(layer.kernel)
-        layer.lora_kernel_b.assign(keras.ops.zeros_like(layer.lora_kernel_b))  # for functions that were traced before
+        layer.lora_kernel_b.assign(keras.ops.zeros(layer.lora_kernel_b.shape))  # for functions that were traced before
         layer.lora_enabled, layer.lora_rank = False, None
         for name in ("lora_kernel_a", "lora_kernel_b"):
             delattr(layer, name)
