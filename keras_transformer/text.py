@@ -10,7 +10,7 @@ import keras
 
 from keras_transformer.calls import OPTIONS, Option
 from keras_transformer.checks import check_count
-from keras_transformer.tokenizer import Tokenizer, rows_that
+from keras_transformer.tokenizer import Tokenizer, framed, rows_that
 from keras_transformer.writer import TextWriter
 
 
@@ -118,8 +118,8 @@ class Translator(TextWriter):
         if prefix is not None:
             prefix = self.target_tokenizer.tokenize(prefix)
             fits &= prefix.row_lengths() < self.max_length
-            start = tf.fill([prefix.nrows(), 1], self.target_tokenizer.start_id)
-            prompt = tf.concat([start, rows_that(fits, prefix)], axis=1).to_tensor(self.target_tokenizer.pad_id)
+            prompt = framed(rows_that(fits, prefix), self.target_tokenizer.start_id)
+            prompt = prompt.to_tensor(self.target_tokenizer.pad_id)
         source = rows_that(fits, ids).to_tensor(self.source_tokenizer.pad_id)
         missing = tf.maximum(1 - tf.shape(source)[1], 0)  # attention needs a column to look at
         source = tf.pad(source, [[0, 0], [0, missing]], constant_values=self.source_tokenizer.pad_id)
@@ -206,12 +206,10 @@ class TextGenerator(TextWriter):
         self.tokenizer = tokenizer
 
     def prepare(self, text):
-        import tensorflow as tf
-
         ids = self.tokenizer.tokenize(text)
         fits = ids.row_lengths() < self.max_prompt_length
-        start = tf.fill([ids.nrows(), 1], self.tokenizer.start_id)
-        return None, tf.concat([start, rows_that(fits, ids)], axis=1).to_tensor(self.tokenizer.pad_id), fits
+        prompt = framed(rows_that(fits, ids), self.tokenizer.start_id)
+        return None, prompt.to_tensor(self.tokenizer.pad_id), fits
 
     def get_config(self):
         parts = {name: keras.saving.serialize_keras_object(getattr(self, name)) for name in ("model", "tokenizer")}
