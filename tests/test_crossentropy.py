@@ -55,6 +55,41 @@ def plain(labels, smoothing):
     return lambda vectors, kernel: token_losses(labels[None], ops.matmul(vectors, kernel)[None], smoothing, -1)[0][0]
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("scale", [1.0, 50.0, 3e4, 1e30])
+def test_values_and_gradients_are_the_formulas(scale, smoothing):
+    rng = np.random.default_rng(0)
+    logits = (scale * rng.normal(size=(40, VOCAB))).astype("float32")
+    labels, weights = rng.integers(0, VOCAB, 40).astype("int32"), rng.uniform(size=40).astype("float32")
+
+    def losses(logits, more):
+        return token_losses(labels[None], (logits + more)[None], smoothing, -1)[0][0]
+
+    found, (gradient, _) = value_and_gradients(losses, weights, logits, np.zeros_like(logits))
+    wide = logits.astype("float64")
+    shifted = wide - wide.max(axis=1, keepdims=True)
+    log_shares = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    target = (1 - smoothing) * np.eye(VOCAB)[labels] + smoothing / VOCAB
+    np.testing.assert_allclose(found, -(target * log_shares).sum(axis=1), rtol=2e-5, atol=1e-6)
+    np.testing.assert_allclose(gradient, (np.exp(log_shares) - target) * weights[:, None], atol=1e-6)
+
+
+def test_tokens_that_cannot_be_have_no_share_in_the_loss():
+    logits = np.array([[[0.0, 1.0, -np.inf, -np.inf]]], "float32")
+    np.testing.assert_allclose(token_losses(np.array([[1]]), logits)[0], [[np.log1p(np.exp(-1))]], rtol=1e-6)
+    assert np.isposinf(np.array(token_losses(np.array([[2]]), logits)[0])).all()
+
+
+@pytest.mark.parametrize("label", [-1, VOCAB, VOCAB + 9])
+def test_a_label_outside_the_vocabulary_is_refused_or_not_a_number(label):
+    labels, logits = np.array([[1, label, 2]], "int32"), np.zeros((1, 3, VOCAB), "float32")
+    if IS_TENSORFLOW:
+        with pytest.raises(Exception, match=rf"= {VOCAB if label < 0 else label} is not in \[0, {VOCAB}\)"):
+            kt.TokenCrossentropy()(labels, logits)
+    else:
+        assert np.isnan(np.array(kt.TokenCrossentropy()(labels, logits)))
+
+
 @pytest.mark.parametrize("tokens", ODD)
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_values_and_gradients_are_those_of_the_plain_loss(small_blocks, tokens, smoothing):
