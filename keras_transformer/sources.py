@@ -11,7 +11,7 @@ import pathlib
 
 import numpy as np
 
-from keras_transformer.checks import check_count
+from keras_transformer.checks import check_count, check_range
 
 
 class Corpus:
@@ -188,17 +188,18 @@ def read_records(paths, names=("source", "target")):
 
 
 def mix(corpora, times):
-    """Corpora spread evenly over each other, some of them several times.
+    """Corpora spread evenly over each other, some of them several times or in part.
 
     Args:
         corpora: list of iterables that can be read again; each is read once at once, to count.
-        times: list of ints, how often each corpus is read in one pass: 3 makes its items count three times.
+        times: list of numbers above 0, how often each corpus is read in one pass: 3 makes its items count three times,
+            0.5 takes every other one, 1.5 all of them and then every other one.
 
     Returns:
         Iterable of the corpora's items, in the same order each time. Shuffling is `pair_batches`'s.
 
     Raises:
-        ValueError: unless there is a whole number of at least 1 for each corpus; if one can be read only once.
+        ValueError: unless there is a number above 0 for each corpus; if one can be read only once.
 
     Example:
     ```python
@@ -209,21 +210,32 @@ def mix(corpora, times):
     """
     if len(corpora) != len(times):
         raise ValueError(f"`times` must hold one number for each corpus; got {len(times)} for {len(corpora)}.")
-    times = [check_count("times", number) for number in times]
+    times = [divmod(check_range("times", number, 0, above=True), 1) for number in times]  # whole, part
     once = [type(corpus).__name__ for corpus in corpora if iter(corpus) is corpus]
     if once:
         raise ValueError(f"`corpora` must be iterables that start anew each time they are read; got {once[0]}.")
-    totals = [number * sum(1 for _ in corpus) for corpus, number in zip(corpora, times)]
+    sizes = [sum(1 for _ in corpus) for corpus in corpora]
+    totals = [int(whole) * size + _share(part, size) for size, (whole, part) in zip(sizes, times)]
 
-    def placed(corpus, number, total):
-        items = itertools.chain.from_iterable(itertools.repeat(corpus, number))
-        return (((i + 0.5) / total, item) for i, item in enumerate(items))
+    def placed(corpus, times, total):
+        whole, part = times
+        passes = [corpus] * int(whole) + ([_part(corpus, part)] if part else [])
+        return (((i + 0.5) / total, item) for i, item in enumerate(itertools.chain.from_iterable(passes)))
 
     def read():
         streams = map(placed, corpora, times, totals)
         return (item for _, item in heapq.merge(*streams, key=lambda placed_item: placed_item[0]))
 
     return Corpus(read)
+
+
+def _share(part, size):
+    return int(part * size + 0.5)
+
+
+def _part(corpus, part):
+    """Items spread evenly over a corpus: of the first `i` as near to `part * i` as there can be."""
+    return (item for i, item in enumerate(corpus) if _share(part, i + 1) > _share(part, i))
 
 
 def _file(path):

@@ -5,6 +5,7 @@ import gzip
 import itertools
 import tracemalloc
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -248,7 +249,11 @@ class Counted:
             yield self.name, number
 
 
-sizes_and_times = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 4)), min_size=1, max_size=4)
+sizes_and_times = st.lists(
+    st.tuples(st.integers(0, 30), st.integers(1, 4) | st.sampled_from([0.1, 0.29, 0.5, 1.75, 3.5])),
+    min_size=1,
+    max_size=4,
+)
 
 
 @given(sizes_and_times)
@@ -258,7 +263,14 @@ def test_each_corpus_comes_as_often_as_said_and_in_its_order(parts):
     items = list(mixture)
     assert items == list(mixture)
     for name, (size, times) in enumerate(parts):
-        assert [number for owner, number in items if owner == name] == list(range(size)) * times
+        found = [number for owner, number in items if owner == name]
+        once = int(times) * size
+        assert found[:once] == list(range(size)) * int(times)
+        rest = np.array(found[once:])
+        assert len(rest) == int(times % 1 * size + 0.5)
+        if len(rest):  # a part comes in its order, spread over all
+            even = (np.arange(len(rest)) + 0.5) * size / len(rest)
+            assert (np.diff(rest) > 0).all() and (abs(rest + 0.5 - even) < size / len(rest)).all()
 
 
 @given(sizes_and_times)
@@ -269,7 +281,7 @@ def test_each_prefix_holds_each_corpus_by_its_share(parts):
     for length, (owner, _) in enumerate(items, 1):
         seen[owner] += 1
         for name, (size, times) in enumerate(parts):
-            share = size * times / len(items)
+            share = sum(owner == name for owner, _ in items) / len(items)
             # each corpus is half an item from its due, and what the others owe together is shared among all
             assert abs(seen[name] - length * share) <= 0.5 + share * (len(parts) - 2) / 2 + 1e-9
 
@@ -277,6 +289,11 @@ def test_each_prefix_holds_each_corpus_by_its_share(parts):
 def test_a_corpus_alone_is_itself():
     assert list(kt.mix([["a", "b", "c"]], [1])) == ["a", "b", "c"]
     assert list(kt.mix([], [])) == []
+
+
+def test_a_corpus_in_part():
+    assert list(kt.mix(["abcdef"], [0.5])) == ["a", "c", "e"]
+    assert list(kt.mix(["abcd", "xy"], [0.5, 1.5])) == ["x", "a", "y", "c", "x"]
 
 
 def test_mixing_reads_as_it_goes():
@@ -300,8 +317,9 @@ def test_mixing_reads_as_it_goes():
     [
         ([["a"]], [1, 2], "`times` must hold one number for each corpus; got 2 for 1"),
         ([["a"], ["b"]], [1], "`times` must hold one number for each corpus; got 1 for 2"),
-        ([["a"]], [0], "`times` must be a whole number of at least 1; got 0"),
-        ([["a"]], [0.5], "`times` must be a whole number of at least 1; got 0.5"),
+        ([["a"]], [0], "`times` must be above 0; got 0"),
+        ([["a"]], [-0.5], "`times` must be above 0; got -0.5"),
+        ([["a"]], ["2"], "`times` must be one number; got '2'"),
         ([["a"], iter(["b"])], [1, 1], "`corpora` must be iterables that start anew.*; got list_iterator"),
         ([(text for text in "ab")], [1], "`corpora` must be iterables that start anew.*; got generator"),
     ],
