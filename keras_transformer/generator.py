@@ -8,7 +8,7 @@ import keras
 from keras import ops
 
 from keras_transformer import filters as restrict
-from keras_transformer.checks import check_count, check_ids, check_prompts, check_rows
+from keras_transformer.checks import check_count, check_ids, check_prompts, check_range, check_rows
 from keras_transformer.parts import parts_of
 from keras_transformer.scopes import AttentionMaps, DecodingScope
 from keras_transformer.search import Beam, Sampling, right_padded, take_columns
@@ -119,6 +119,7 @@ class Generator:
             chain.append(restrict.repetition_penalty(repetition_penalty))
         if no_repeat_ngram:
             chain.append(restrict.no_repeat_ngram(no_repeat_ngram))
+        check_range("length_penalty", length_penalty, 0)  # also where no beam is asked for
         task = {"min_length": min_length, "end_id": self.end_id, "pad_id": self.pad_id}
         task = {**task, "filters": chain, "forbidden_ids": forbidden_ids}
         max_length = self.max_length if max_length is None else max_length

@@ -890,6 +890,13 @@ def test_a_wrong_value_of_an_option_is_refused(option, value):
         generate(sources_of(model), **{option: value})
 
 
+@pytest.mark.parametrize("width, temperature", [(1, 0.0), (1, 1.0), (2, 1.0)])
+def test_a_wrong_length_penalty_is_refused_where_nothing_reads_it(width, temperature):
+    model, generate = generator(implicit_masks, width=width)
+    with pytest.raises(ValueError, match="`length_penalty` must be .*; got -1"):
+        generate(sources_of(model), length_penalty=-1, temperature=temperature)
+
+
 def test_a_forbidden_id_below_zero_is_refused():
     model, generate = generator(implicit_masks)
     with pytest.raises(ValueError, match="`forbidden id` must be .*; got -1"):
