@@ -59,6 +59,8 @@ def padded_batches(read, pads, arrange, tokens_per_batch, max_length, shuffle, s
     dataset = dataset.apply(tf.data.experimental.assert_cardinality(steps)).prefetch(tf.data.AUTOTUNE)
     dataset.padding = 1 - tokens / (positions * len(pads))
     dataset.set_epoch = epochs.set
+    options = {"tokens_per_batch": tokens_per_batch, "lengths": chosen, "shuffle": shuffle, "seed": seed}
+    dataset.settings = {**options, "packed": packed}
     log.info("%d batches of %d lengths, %.1f %% padding.", steps, len(chosen), 100 * dataset.padding)
     return dataset
 

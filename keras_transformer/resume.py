@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import re
+import warnings
 import zipfile
 
 import keras
@@ -39,6 +40,9 @@ class Resume(keras.callbacks.Callback):
     `steps_per_epoch` is refused. Under `tf.distribute.MirroredStrategy` the replicas' sums of a metric are saved as
     one, so that the logs of an epoch resumed in its midst may differ in the last bit; the weights do not.
 
+    A state is refused where the optimizer, the loss or the options of the batches are others than those it was saved
+    under; `epochs` may be, unless the learning rate depends on them.
+
     When `fit` ends, the file is deleted: the next one starts anew. Give each `fit` of a program its own folder.
 
     Args:
@@ -48,7 +52,7 @@ class Resume(keras.callbacks.Callback):
 
     Raises:
         ValueError: if `every` is not a whole number above 0; from `fit`, if the model is not built, if `data` does not
-            start anew each epoch, or if the file is damaged or of another model, optimizer or number of batches.
+            start anew each epoch, or if the file is damaged or of another model, optimizer, loss or of other batches.
 
     Example:
     ```python
@@ -77,8 +81,10 @@ class Resume(keras.callbacks.Callback):
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         model._initial_epoch = None
+        self._settings = self._described()  # before a schedule or a state changes the learning rate
         self._batches_done, self._result = 0, None
-        if self.path.exists():
+        self._is_resumed = self.path.exists()
+        if self._is_resumed:
             place = self._restore()
             self._batches_done = place["batches"]
             model._initial_epoch = place["epoch"]  # what `fit` reads next
@@ -88,7 +94,10 @@ class Resume(keras.callbacks.Callback):
         if hasattr(self.data, "set_epoch"):
             self.data.set_epoch(epoch)
         self._epoch = epoch
-        if not self._batches_done:
+        if self._is_resumed:
+            self._restore()  # once more: callbacks before may have changed for this epoch what was so already
+            self._is_resumed = False
+        else:
             # not at the end of the epoch before: there `SwapEMAWeights` has the averages in the place of the weights
             self._save(epoch, 0)
 
@@ -118,9 +127,18 @@ class Resume(keras.callbacks.Callback):
                 f"got {steps} batches an epoch, and data of {size if size >= 0 else 'unknown or infinite'} batches."
             )
 
-    def _fit(self):
-        """What must not differ, for the place in the data to be the same."""
-        return {"steps": self.params["steps"], "steps_per_execution": self._model.steps_per_execution}
+    def _described(self):
+        """What must not differ for the run to be the same one: by name."""
+        model = self._model
+        settings = {"steps": self.params["steps"], "steps_per_execution": model.steps_per_execution}
+        settings["data"] = getattr(self.data, "settings", {})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a lambda: it is not looked into
+            for name in ("optimizer", "loss"):
+                part = getattr(model, name)
+                settings[f"kind of {name}"] = type(part).__name__
+                settings[name] = part.get_config() if hasattr(part, "get_config") else part
+        return dict(_leaves(settings))
 
     def _skip_next(self):
         """The next call of the train function reads batches and no more.
@@ -142,7 +160,7 @@ class Resume(keras.callbacks.Callback):
 
     def _save(self, epoch, batches):
         variables = _variables(self.model, metrics=batches > 0)  # an epoch starts with new ones
-        about = {"epoch": epoch, "batches": batches, "fit": self._fit()}
+        about = {"epoch": epoch, "batches": batches, "settings": self._settings}
         about["variables"] = {part: [_describe(variable) for variable in own] for part, own in variables.items()}
         values = {
             f"{part}/{place}": _plain(np.asarray(keras.ops.convert_to_tensor(variable)))
@@ -154,8 +172,10 @@ class Resume(keras.callbacks.Callback):
     def _restore(self, metrics=False):
         """Checks and assigns what was saved; returns what is said about it."""
         about, values = _read(self.path)
-        if about["fit"] != self._fit():
-            raise ValueError(f"`fit` must be as in {self.path}: {about['fit']}; got {self._fit()}. {ANEW}")
+        for name in {**about["settings"], **self._settings}:
+            saved, now = (settings.get(name, "not there") for settings in (about["settings"], self._settings))
+            if saved != now:
+                raise ValueError(f"`fit` must be as in {self.path}: {name} is {saved!r}; got {now!r}. {ANEW}")
         variables = _variables(self.model, metrics)
         for part, own in variables.items():
             both = itertools.zip_longest(about["variables"][part], map(_describe, own), fillvalue="not there")
@@ -168,6 +188,16 @@ class Resume(keras.callbacks.Callback):
             for place, variable in enumerate(own):
                 variable.assign(values[f"{part}/{place}"].view(np.dtype(variable.dtype)))
         return about
+
+
+def _leaves(config, path=()):
+    """(path, value) of each number, string, truth value and None inside a config, but for names, which Keras counts."""
+    if isinstance(config, (dict, list, tuple)):
+        for name, value in config.items() if isinstance(config, dict) else enumerate(config):
+            if name not in ("name", "registered_name"):
+                yield from _leaves(value, (*path, str(name)))
+    elif config is None or isinstance(config, (bool, int, float, str)):
+        yield ".".join(path), config
 
 
 def _variables(model, metrics=False):

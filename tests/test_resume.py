@@ -433,12 +433,71 @@ def test_another_model_optimizer_or_number_of_batches_is_refused(tmp_path):
     more = build(layer=block)
     refused(tmp_path, "The model must be as .* variable 0 is dense/kernel", more)
     average = build(optimizer={"use_ema": True})
-    refused(tmp_path, "The optimizer must be as .* got adam/dense_kernel_average", average)
+    refused(tmp_path, "optimizer.use_ema is False; got True", average)
     half = build(layer=lambda: keras.layers.Dense(4, dtype="bfloat16"))
     refused(tmp_path, "dense/kernel float32 .* got dense/kernel bfloat16", half)
-    refused(tmp_path, "`fit` must be as .*'steps': 5.* got .*'steps': 6", data=Batches(6))
-    refused(tmp_path, "'steps_per_execution': 1.* got .*'steps_per_execution': 3", build(steps_per_execution=3))
+    refused(tmp_path, "`fit` must be as .*: steps is 5; got 6", data=Batches(6))
+    refused(tmp_path, "steps_per_execution is 1; got 3", build(steps_per_execution=3))
     assert (tmp_path / "state.npz").read_bytes() == state
+
+
+def compiled(optimizer=None, loss=None):
+    model = build()
+    optimizer = optimizer or keras.optimizers.Adam(1e-2)
+    model.compile(optimizer, loss or keras.losses.MeanSquaredError(), metrics=["mae"], jit_compile=not IS_TENSORFLOW)
+    return model
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (lambda: {"optimizer": keras.optimizers.Adam(2e-2)}, r"optimizer.learning_rate is 0.0\d+; got 0.0"),
+        (lambda: {"optimizer": keras.optimizers.Adam(kt.WarmupInverseSqrt(8))}, "optimizer.learning_rate is 0.0"),
+        (lambda: {"optimizer": keras.optimizers.Adamax(1e-2)}, "kind of optimizer is 'Adam'; got 'Adamax'"),
+        (lambda: {"loss": keras.losses.MeanSquaredError("sum")}, "loss.reduction is 'sum_over_batch_size'; got 'sum'"),
+        (lambda: {"loss": "mae"}, "kind of loss is 'MeanSquaredError'; got 'str'"),
+    ],
+)
+def test_another_rate_optimizer_or_loss_is_refused(changes, message, tmp_path):
+    saved(tmp_path, compiled())
+    refused(tmp_path, message, compiled(**changes()))
+
+
+def test_a_rate_that_callbacks_change_is_the_same_run(tmp_path):
+    halve = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+    data, whole, again = Batches(), compiled(), compiled()
+    fit(whole, data, halve, Resume(tmp_path / "whole", data))
+    with pytest.raises(Stopped):
+        fit(compiled(), data, halve, StopAt(2, 3), Resume(tmp_path, data))
+    fit(again, data, halve, Resume(tmp_path, data))
+    assert_same(state(again), state(whole))
+
+
+@tensorflow_only
+@pytest.mark.parametrize(
+    "option, name",
+    [
+        ({"seed": 2}, "data.seed"),
+        ({"shuffle": 3}, "data.shuffle"),
+        ({"tokens_per_batch": 16}, "steps"),
+        ({"buckets": [4, 8]}, "data.lengths.0"),
+    ],
+)
+def test_other_batches_are_refused(option, name, tmp_path):
+    pairs = [("a b c", "c b a"), ("a b", "b a"), ("c a", "a c"), ("b", "b")]
+    tokenizer = kt.Tokenizer.train([source for source, _ in pairs], kind="word")
+    options = {"tokens_per_batch": 8, "max_length": 8, "shuffle": 4, "seed": 1}
+
+    def run(**options):
+        batches = kt.pair_batches(pairs, tokenizer, tokenizer, **options)
+        model = kt.build_transformer(tokenizer.vocab_size, **kt.PRESETS["tiny"])
+        model.compile("adam", kt.TokenCrossentropy(), jit_compile=False)
+        model.fit(batches, epochs=3, callbacks=[StopAt(1, 0), Resume(tmp_path, batches)], shuffle=False, verbose=0)
+
+    with pytest.raises(Stopped):
+        run(**options)
+    with pytest.raises(ValueError, match=f"`fit` must be as in .*: {name} is"):
+        run(**{**options, **option})
 
 
 def test_other_metrics_are_refused(tmp_path):
