@@ -40,7 +40,7 @@ def measure(kind, dtype):
     @tf.function
     def step(vectors, kernel):
         if kind == "blocks":
-            losses = linear_crossentropy(vectors, kernel, labels, 0.1)
+            losses = linear_crossentropy(vectors, kernel, labels, labels >= 0, 0.1)
         else:
             losses, _ = token_losses(labels[None], (vectors @ kernel)[None], 0.1, pad_id=-1)
         loss = tf.reduce_mean(losses)

@@ -28,10 +28,11 @@ def main():
     training.add_argument("--test", type=pathlib.Path, help="examples to test on; else some of EXAMPLES")
     training.add_argument("--pretrained", type=pathlib.Path, help="a model of examples/fill_mask.py")
     training.add_argument("--labels", type=int, help="train on this many examples only")
-    training.add_argument("--vocabulary", type=int, default=4000, help="pieces, of a model that starts from nothing")
+    training.add_argument("--vocabulary", type=int, default=16000, help="pieces at most, of a model from nothing")
     training.add_argument("--epochs", type=int, help="the most; by default as many as 4,000 batches make, at most 20")
     training.add_argument("--dropout", type=float, default=0.1)
-    training.add_argument("--rate", type=float, default=5e-4, help="the highest learning rate")
+    training.add_argument("--hide", type=float, default=0.3, help="the share of pieces that are masked in training")
+    training.add_argument("--rate", type=float, help="the highest learning rate; by default 1e-3, 5e-4 if pretrained")
     training.add_argument("--seed", type=int, default=1)
     commands.add_parser("evaluate", help="score on other examples").add_argument("examples", type=pathlib.Path)
     commands.add_parser("classify", help="classify texts").add_argument("texts", nargs="+")
@@ -39,8 +40,9 @@ def main():
     {"train": train, "evaluate": evaluate, "classify": classify}[arguments.pop("command")](**arguments)
 
 
-def train(folder, examples, valid, test, pretrained, labels, vocabulary, epochs, dropout, rate, seed):
+def train(folder, examples, valid, test, pretrained, labels, vocabulary, epochs, dropout, hide, rate, seed):
     import keras
+    import tensorflow as tf
 
     import keras_transformer as kt
 
@@ -63,14 +65,19 @@ def train(folder, examples, valid, test, pretrained, labels, vocabulary, epochs,
         numbered = [(text, classes.index(name)) for name, text in examples]
         return kt.labeled_batches(numbered, tokenizer, 2048, MAX_LENGTH, shuffle=shuffle, seed=seed)
 
-    train_batches = batches(examples, shuffle=len(examples))
+    def hidden(tokens, numbers):
+        """Some pieces masked, others each time, so that the model learns from all words of a text, not from a few."""
+        is_chosen = (tf.random.uniform(tf.shape(tokens)) < hide) & (tokens > tokenizer.end_id)
+        return tf.where(is_chosen, tokenizer.mask_id, tokens), numbers
+
+    train_batches = batches(examples, shuffle=len(examples)).map(hidden)
     epochs = epochs or max(1, min(20, 4000 // len(train_batches)))
     steps = epochs * len(train_batches)
     rate = keras.optimizers.schedules.CosineDecay(
-        0.0, steps - steps // 10, warmup_target=rate, warmup_steps=steps // 10
+        0.0, steps - steps // 10, warmup_target=rate or (5e-4 if pretrained else 1e-3), warmup_steps=steps // 10
     )
     model.compile(
-        keras.optimizers.AdamW(rate, weight_decay=0.01, clipnorm=1.0),
+        keras.optimizers.AdamW(rate, weight_decay=0.05, clipnorm=1.0),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
         jit_compile=False,  # XLA compiles for each length, and is no faster on a CPU

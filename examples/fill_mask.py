@@ -26,7 +26,7 @@ def main():
     training.add_argument("texts", type=pathlib.Path)
     training.add_argument("--column", type=int, help="of a tab-separated file, from 0")
     training.add_argument("--preset", choices=["tiny", "small", "base"], default="tiny", help="the size of the model")
-    training.add_argument("--vocabulary", type=int, default=4000, help="pieces")
+    training.add_argument("--vocabulary", type=int, default=16000, help="pieces, at most")
     training.add_argument("--epochs", type=int, default=10)
     training.add_argument("--seed", type=int, default=1)
     commands.add_parser("fill", help="fill in").add_argument("sentences", nargs="+")
@@ -47,24 +47,29 @@ def train(folder, texts, column, preset, vocabulary, epochs, seed):
     options = {"max_length": MAX_LENGTH, "seed": seed}
     batches = kt.masked_batches(texts, tokenizer, shuffle=len(texts), **options)
     valid_batches = kt.masked_batches(held_out, tokenizer, **options).cache()  # the same are hidden in each epoch
+
+    def with_labels(tokens, labels):
+        return {"tokens": tokens, "labels": labels}, labels
+
     model = kt.build_masked_language_model(
         tokenizer.vocab_size, norm_first=True, activation="gelu", name="reader", **kt.PRESETS[preset]
     )
     model.summary()
+    trained = kt.loss_model(model)  # of the same weights: no logits of the tokens that are not hidden
     steps = epochs * len(batches)
     rate = keras.optimizers.schedules.CosineDecay(
         0.0, decay_steps=steps - steps // 20, warmup_target=2e-3, warmup_steps=steps // 20
     )
-    model.compile(
+    trained.compile(
         keras.optimizers.AdamW(rate, weight_decay=0.01, beta_2=0.98, clipnorm=1.0),
         kt.TokenCrossentropy(),
-        metrics=[kt.TokenAccuracy(), kt.Perplexity()],
+        metrics=[kt.TokenLoss()],
         jit_compile=False,  # XLA compiles for each length, and is no faster on a CPU
     )
-    history = model.fit(
-        batches,
+    history = trained.fit(
+        batches.map(with_labels),
         epochs=epochs,
-        validation_data=valid_batches,
+        validation_data=valid_batches.map(with_labels),
         shuffle=False,  # the batches are shuffled already
         callbacks=[kt.Resume(folder, batches)],  # a run that was killed goes on
     )
@@ -80,8 +85,11 @@ def show(model, batches, tokenizer):
     """Prints how often hidden pieces are found, beside what always guessing the most frequent one finds."""
     import collections
 
+    import keras_transformer as kt
+
     counts = collections.Counter(int(label) for _, labels in batches for label in labels.numpy()[labels.numpy() != 0])
     (piece, often), total = counts.most_common(1)[0], counts.total()
+    model.compile(loss=kt.TokenCrossentropy(), metrics=[kt.TokenAccuracy(), kt.Perplexity()], jit_compile=False)
     scores = model.evaluate(batches, verbose=0, return_dict=True)
     print(f"\nof {total} hidden pieces of held-out texts {scores['token_accuracy']:.1%} are found, ", end="")
     print(f"perplexity {scores['perplexity']:.1f}; always {written(tokenizer, piece)!r}: {often / total:.1%}")
@@ -160,9 +168,9 @@ def plot_history(history, path):
 
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
     epochs = [epoch + 1 for epoch in history.epoch]
-    axes.plot(epochs, history.history["token_accuracy"], marker="o", label="training (with dropout)")
-    axes.plot(epochs, history.history["val_token_accuracy"], marker="o", label="held out")
-    axes.set(xlabel="epoch", ylabel="share of hidden pieces that are found", title="Filling in")
+    axes.plot(epochs, history.history["token_loss"], marker="o", label="training (with dropout)")
+    axes.plot(epochs, history.history["val_token_loss"], marker="o", label="held out")
+    axes.set(xlabel="epoch", ylabel="nats a hidden piece", title="Filling in")
     axes.legend()
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -94,27 +94,36 @@ def _logit_gradient(shares, labels, label_smoothing, weights):
     return ops.scatter_update((shares - rest) * weights[:, None], places, own * weights)
 
 
-def linear_crossentropy(vectors, kernel, labels, label_smoothing=0.0):
+def linear_crossentropy(vectors, kernel, labels, real, label_smoothing=0.0):
     """`token_losses(labels, vectors @ kernel)`, values and gradients, without the logits of all tokens at once.
 
     Logits are computed for a block of tokens at a time, in the forward pass and again in the backward pass (Wijmans et
-    al. 2024, "Cut Your Losses in Large-Vocabulary Language Models", https://arxiv.org/abs/2411.09009).
+    al. 2024, "Cut Your Losses in Large-Vocabulary Language Models", https://arxiv.org/abs/2411.09009). Tokens that are
+    not `real` are put behind the others, where no logits are computed.
 
     Args:
         vectors: float tensor `[M, D]`.
         kernel: float tensor `[D, V]`, of the dtype of `vectors`.
         labels: int tensor `[M]` of ids in `[0, V)`.
+        real: bool tensor `[M]`, False for padding.
         label_smoothing: float in [0, 1).
 
     Returns:
-        float32 tensor `[M]`.
+        float32 tensor `[M]`, 0 where not `real`.
     """
     blocks = _Blocks(ops.shape(vectors)[0], max(1, BLOCK // kernel.shape[-1]))
-    labels = blocks.padded(labels)
+    order = ops.argsort(ops.cast(ops.logical_not(real), "int32"))
+    back = ops.argsort(order)
+    span = 0, blocks.holding(ops.sum(ops.cast(real, "int32")))
+
+    def sorted_rows(tensor):
+        return blocks.padded(ops.take(tensor, order, axis=0))
+
+    labels = sorted_rows(labels)
 
     @ops.custom_gradient
     def losses(vectors, kernel):
-        rows = blocks.padded(vectors)
+        rows = sorted_rows(vectors)
 
         def logits_of(i):
             return ops.cast(ops.matmul(blocks.take(rows, i), kernel), "float32")  # [C, V]
@@ -123,10 +132,10 @@ def linear_crossentropy(vectors, kernel, labels, label_smoothing=0.0):
             values_of_block, _ = _losses_and_softmax(logits_of(i), blocks.take(labels, i), label_smoothing)
             return (blocks.put(values, i, values_of_block),)
 
-        (values,) = each((0, blocks.number), forward, ops.zeros((blocks.number * blocks.size,), "float32"))
+        (values,) = each(span, forward, ops.zeros((blocks.number * blocks.size,), "float32"))
 
         def backward(*args, upstream=None):
-            weights = blocks.padded(ops.cast(args[0] if upstream is None else upstream, "float32"))
+            weights = sorted_rows(ops.cast(args[0] if upstream is None else upstream, "float32"))
 
             def step(i, row_gradients, kernel_gradient):
                 shares, own = ops.softmax(logits_of(i), axis=-1), blocks.take(labels, i)
@@ -136,12 +145,12 @@ def linear_crossentropy(vectors, kernel, labels, label_smoothing=0.0):
                 return blocks.put(row_gradients, i, ops.matmul(errors, ops.transpose(kernel))), kernel_gradient
 
             zeros = ops.zeros_like(rows), ops.zeros(kernel.shape, "float32")
-            row_gradients, kernel_gradient = each((0, blocks.number), step, *zeros)
-            return row_gradients[: blocks.num_tokens], ops.cast(kernel_gradient, kernel.dtype)
+            row_gradients, kernel_gradient = each(span, step, *zeros)
+            return ops.take(row_gradients, back, axis=0), ops.cast(kernel_gradient, kernel.dtype)
 
-        return values[: blocks.num_tokens], backward
+        return ops.take(values, back, axis=0), backward
 
-    return losses(vectors, kernel)
+    return ops.where(real, losses(vectors, kernel), 0.0)
 
 
 class _Blocks:
@@ -149,8 +158,12 @@ class _Blocks:
 
     def __init__(self, num_tokens, size):
         self.num_tokens, self.size = num_tokens, size
-        number = (num_tokens + size - 1) // size
+        number = self.holding(num_tokens)
         self.number = max(1, number) if isinstance(number, int) else number  # JAX looks into loops that never run
+
+    def holding(self, number):
+        """How many blocks hold the first `number` rows."""
+        return (number + self.size - 1) // self.size
 
     def padded(self, tensor):
         """Zeros behind, up to whole blocks."""

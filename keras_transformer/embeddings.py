@@ -33,8 +33,10 @@ class TokenEmbedding(keras.layers.ReversibleEmbedding):
         x: integer tensor `[B, T]` with values in `[0, V)`; in reverse, float tensor `[B, T, D]`.
         reverse: bool, whether to map vectors to logits.
         labels: integer tensor `[B, T]`: vectors are mapped to the cross-entropy of these labels, a block of tokens at a
-            time, without holding all logits (`linear_crossentropy`). It is NaN for ids outside `[0, V)`.
+            time, without holding all logits (`linear_crossentropy`). It is NaN for padding and for
+            ids outside `[0, V)`.
         label_smoothing: float in [0, 1), weight of the uniform distribution over the vocabulary in training.
+        pad_id: int, the label of padding, which costs no time; None if there is none.
         training: bool, whether labels are smoothed.
 
     Returns:
@@ -60,9 +62,9 @@ class TokenEmbedding(keras.layers.ReversibleEmbedding):
         super().__init__(vocab_size, d_model, mask_zero=mask_zero, **kwargs)
         self.supports_masking = True  # in reverse it passes the mask of the vectors on
 
-    def call(self, x, reverse=False, labels=None, label_smoothing=0.0, training=None):
+    def call(self, x, reverse=False, labels=None, label_smoothing=0.0, pad_id=None, training=None):
         if labels is not None:
-            return self._crossentropy(x, labels, label_smoothing if training else 0.0)
+            return self._crossentropy(x, labels, label_smoothing if training else 0.0, pad_id)
         if reverse:
             return self._logits(x)
         dtype = keras.backend.standardize_dtype(x.dtype)
@@ -84,21 +86,24 @@ class TokenEmbedding(keras.layers.ReversibleEmbedding):
         cap = self.logit_soft_cap
         return logits if cap is None else ops.tanh(logits / cap) * cap
 
-    def _crossentropy(self, x, labels, label_smoothing):
+    def _crossentropy(self, x, labels, label_smoothing, pad_id):
         check_vectors("x", x)
         check_integers("labels", labels, x.shape[1])
         if self.logit_soft_cap is not None:
             raise ValueError(f"Labels are for a layer without `logit_soft_cap`; got {self.logit_soft_cap}.")
         dtype = self.reverse_dtype or self.compute_dtype
         labels = ops.cast(labels, "int32")
-        known = ops.logical_and(labels >= 0, labels < self.input_dim)
+        real = ops.logical_and(labels >= 0, labels < self.input_dim)
+        if pad_id is not None:
+            real = ops.logical_and(real, ops.not_equal(labels, pad_id))
         losses = linear_crossentropy(
             ops.reshape(ops.cast(x, dtype), (-1, self.output_dim)),
             ops.cast(self._kernel(), dtype),
-            ops.reshape(ops.where(known, labels, 0), (-1,)),
+            ops.reshape(ops.where(real, labels, 0), (-1,)),
+            ops.reshape(real, (-1,)),
             check_rate("label_smoothing", label_smoothing),
         )
-        return ops.where(known, ops.reshape(losses, ops.shape(labels)), float("nan"))
+        return ops.where(real, ops.reshape(losses, ops.shape(labels)), float("nan"))
 
     def _kernel(self):
         return ops.transpose(self.embeddings) if self.tie_weights else self.reverse_embeddings  # [D, V]
@@ -106,13 +111,13 @@ class TokenEmbedding(keras.layers.ReversibleEmbedding):
     def quantize(self, mode=None, type_check=True, config=None):
         super().quantize(mode, type_check=False, config=config)
 
-    def quantized_call(self, x, reverse=False, labels=None, label_smoothing=0.0, training=None):
+    def quantized_call(self, x, reverse=False, labels=None, label_smoothing=0.0, pad_id=None, training=None):
         if labels is not None:
             raise ValueError(f"Labels are for a layer that can be trained; got one in {self.quantization_mode}.")
         y = super().quantized_call(x, reverse=reverse)
         return y if reverse else y * math.sqrt(self.output_dim)
 
-    def compute_output_spec(self, x, reverse=False, labels=None, label_smoothing=0.0, training=None):
+    def compute_output_spec(self, x, reverse=False, labels=None, label_smoothing=0.0, pad_id=None, training=None):
         if labels is not None:
             return keras.KerasTensor(labels.shape, dtype="float32")
         return super().compute_output_spec(x, reverse=reverse)

@@ -14,6 +14,7 @@ from keras import ops
 import keras_transformer as kt
 from keras_transformer import crossentropy
 from keras_transformer.crossentropy import linear_crossentropy, token_losses
+from keras_transformer.loops import each
 
 IS_TENSORFLOW = keras.backend.backend() == "tensorflow"
 tensorflow_only = pytest.mark.skipif(not IS_TENSORFLOW, reason="TensorFlow's own")
@@ -94,7 +95,12 @@ def test_a_label_outside_the_vocabulary_is_refused_or_not_a_number(label):
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_values_and_gradients_are_those_of_the_plain_loss(small_blocks, tokens, smoothing):
     vectors, kernel, labels, weights = numbers(tokens)
-    found = value_and_gradients(lambda v, k: linear_crossentropy(v, k, labels, smoothing), weights, vectors, kernel)
+    everything = np.ones(tokens, bool)
+
+    def losses(vectors, kernel):
+        return linear_crossentropy(vectors, kernel, labels, everything, smoothing)
+
+    found = value_and_gradients(losses, weights, vectors, kernel)
     expected = value_and_gradients(plain(labels, smoothing), weights, vectors, kernel)
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-5)
     for own, right in zip(found[1], expected[1]):
@@ -103,13 +109,18 @@ def test_values_and_gradients_are_those_of_the_plain_loss(small_blocks, tokens, 
 
 @tensorflow_only
 @settings(deadline=None, max_examples=15)
-@given(tokens=st.integers(0, 30), block=st.integers(1, 40), seed=st.integers(0, 99))
-def test_the_size_of_the_block_changes_nothing(tokens, block, seed):
+@given(tokens=st.integers(0, 30), block=st.integers(1, 40), seed=st.integers(0, 99), share=st.sampled_from([0, 0.2, 1]))
+def test_neither_the_size_of_the_block_nor_padding_changes_what_is_real(tokens, block, seed, share):
     vectors, kernel, labels, weights = numbers(tokens, seed)
-    expected = value_and_gradients(plain(labels, 0.1), weights, vectors, kernel)
+    real = np.random.default_rng(seed).uniform(size=tokens) < share
+    expected = value_and_gradients(plain(np.where(real, labels, -1), 0.1), weights, vectors, kernel)
+
+    def losses(vectors, kernel):
+        return linear_crossentropy(vectors, kernel, labels, real, 0.1)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(crossentropy, "BLOCK", block * VOCAB)
-        found = value_and_gradients(lambda v, k: linear_crossentropy(v, k, labels, 0.1), weights, vectors, kernel)
+        found = value_and_gradients(losses, weights, vectors, kernel)
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-5)
     for own, right in zip(found[1], expected[1]):
         np.testing.assert_allclose(own, right, rtol=1e-4, atol=1e-5)
@@ -121,7 +132,7 @@ def test_half_precision_gives_float32_losses_near_those_of_float32(small_blocks,
     half = [np.array(ops.cast(ops.cast(x, dtype), "float32")) for x in (vectors, kernel)]
 
     def losses(vectors, kernel):
-        return linear_crossentropy(ops.cast(vectors, dtype), ops.cast(kernel, dtype), labels, 0.1)
+        return linear_crossentropy(ops.cast(vectors, dtype), ops.cast(kernel, dtype), labels, labels >= 0, 0.1)
 
     values, gradients = value_and_gradients(losses, weights, *half)
     right, right_gradients = value_and_gradients(plain(labels, 0.1), weights, *half)
@@ -141,7 +152,7 @@ def test_it_runs_in_a_graph_of_unknown_length_and_under_xla(small_blocks, jit):
 
     @tf.function(input_signature=spec, jit_compile=jit)
     def gradients(vectors, kernel, labels):
-        losses = linear_crossentropy(vectors, kernel, labels, 0.1)
+        losses = linear_crossentropy(vectors, kernel, labels, labels >= 0, 0.1)
         return losses, tf.gradients(tf.reduce_sum(losses), [vectors, kernel])
 
     for tokens in (1, 9, 16):
@@ -222,12 +233,13 @@ def test_both_models_save_and_reload(tmp_path):
     assert generate({"source": inputs["source"]})["ids"].shape == (4, 1, 3)
 
 
-@pytest.mark.parametrize("pad_id", [-100, 999])
-def test_labels_outside_the_vocabulary_do_no_harm(pad_id):
+@pytest.mark.parametrize("pad_id, own_pad_id", [(-100, None), (999, None), (1, 1)])
+def test_padding_does_no_harm_whatever_its_label(pad_id, own_pad_id):
     embedding = kt.TokenEmbedding(VOCAB, WIDTH)
     vectors = np.random.default_rng(0).normal(size=(2, 3, WIDTH)).astype("float32")
     labels = np.array([[4, pad_id, pad_id], [5, 6, pad_id]], "int32")
-    losses = embedding(vectors, labels=labels)
+    losses = embedding(vectors, labels=labels, pad_id=own_pad_id)
+    assert np.isnan(np.array(losses)).sum() == 3
     expected = kt.TokenCrossentropy(pad_id=pad_id)(labels, embedding(vectors, reverse=True))
     np.testing.assert_allclose(kt.TokenCrossentropy(pad_id=pad_id)(labels, losses), expected, rtol=1e-5)
 
@@ -239,6 +251,27 @@ def test_a_model_whose_logits_are_no_embeddings_is_refused():
         kt.loss_model(model)
     with pytest.raises(ValueError, match="must be the logits of a `TokenEmbedding`; got that of 'vectors'"):
         kt.loss_model(keras.Model(tokens, kt.TokenEmbedding(9, 4, name="vectors")(tokens)))
+
+
+def test_other_padding_than_the_losss_is_seen():
+    model = build("language model")
+    inputs, labels = batch(model)
+    losses = kt.loss_model(model, pad_id=5)({**inputs, "labels": np.where(labels == 4, 5, labels)})
+    assert np.isnan(np.array(kt.TokenCrossentropy(pad_id=0)(np.where(labels == 4, 5, labels), losses)))
+
+
+def test_padding_costs_no_logits(small_blocks, monkeypatch):
+    vectors, kernel, labels, _ = numbers(64)
+    ends = []
+
+    def counted(span, *others):
+        ends.append(int(span[1]))
+        return each(span, *others)
+
+    monkeypatch.setattr(crossentropy, "each", counted)
+    for real in (np.ones(64, bool), np.arange(64) % 5 == 0, np.zeros(64, bool)):
+        linear_crossentropy(vectors, kernel, labels, real)
+    assert ends == [8, 2, 0]  # blocks of 8
 
 
 def test_labels_that_are_none_are_refused_or_seen():
@@ -279,7 +312,7 @@ def test_the_logits_of_all_tokens_are_never_held_at_once():
             if sys.argv[1] == "plain":
                 losses, _ = token_losses(labels[None], (vectors @ kernel)[None], 0.1)
             else:
-                losses = linear_crossentropy(vectors, kernel, labels, 0.1)
+                losses = linear_crossentropy(vectors, kernel, labels, labels >= 0, 0.1)
             return tf.gradients(tf.reduce_sum(losses), [vectors, kernel])
 
         before = peak()
