@@ -14,8 +14,8 @@ test: .venv/.test
 	$(QUIET) KERAS_BACKEND=tensorflow $(BIN)/python -m pytest -q $(PARALLEL)
 	$(QUIET) KERAS_BACKEND=jax $(BIN)/python -m pytest -q $(PARALLEL) -m "not slow" $(JAX_TESTS)
 
-# a file at a time in each of some processes
-PARALLEL := -n auto --maxprocesses 4 --dist loadfile
+# in some processes, each of which begins with neighbours and takes tests from another when it has none left
+PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 
 # what runs on every backend; text, data and export are TensorFlow's
 JAX_TESTS := $(patsubst %,tests/test_%.py,noise positions relative attention blockwise variants remat embeddings \

@@ -45,6 +45,7 @@ OPTIONS = {
     "gated": {"feed_forward": {"gated": True}},
     "llama": {name: kt.PRESETS["llama"][name] for name in LLAMA},
 }
+COMBINED = ["alibi, window, kv heads", "all and relative", "all and rotary", "llama"]  # each kind of option is in one
 BLOCKS = [kt.EncoderBlock, kt.DecoderBlock]
 each_variant = pytest.mark.parametrize("name", OPTIONS)
 each_attention = pytest.mark.parametrize("name", ATTENTION)
@@ -442,7 +443,7 @@ def writing(name):
 
 
 @slow_on_jax
-@pytest.mark.parametrize("name", quick(OPTIONS, "llama"))
+@pytest.mark.parametrize("name", quick(COMBINED, "llama"))
 def test_a_model_writes_greedily_what_it_would_on_growing_prefixes(name):
     model, expected = writing(name)
     generate = kt.Generator(model, 14)
@@ -461,7 +462,7 @@ def beams(model, **graph):
 
 
 @slow_on_jax
-@pytest.mark.parametrize("name", quick(OPTIONS, "alibi, window, kv heads"))
+@pytest.mark.parametrize("name", quick(COMBINED, "alibi, window, kv heads"))
 def test_a_beams_scores_are_those_of_the_whole_model_and_no_worse_than_greedy_ones(name):
     generate, run = beams(writing(name)[0])
     prompt = right_padded(PROMPTS, 8)
@@ -477,7 +478,7 @@ def test_a_beams_scores_are_those_of_the_whole_model_and_no_worse_than_greedy_on
 
 @on_tensorflow
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["alibi, window, kv heads", "all and relative", "all and rotary", "llama"])
+@pytest.mark.parametrize("name", COMBINED)
 def test_xla_writes_the_same(name):
     model, _ = writing(name)
     (_, run), (_, same) = beams(model), beams(model, jit_compile=True)
@@ -531,7 +532,7 @@ def test_cross_attention_has_neither_positions_nor_a_window_and_has_the_rest(rng
 
 
 @slow_on_jax
-@pytest.mark.parametrize("name", quick(OPTIONS, "alibi, window, kv heads"))
+@pytest.mark.parametrize("name", quick(COMBINED, "alibi, window, kv heads"))
 def test_a_translation_is_that_of_the_whole_model(name):
     model, start, source = transformer(name), [[2]] * 3, ops.convert_to_tensor(SOURCES)
     call = whole(model)
@@ -576,7 +577,7 @@ def test_each_text_of_a_packed_row_gets_what_it_gets_alone(name):
 
 
 @slow_on_jax
-@pytest.mark.parametrize("name", quick(OPTIONS, "all and relative"))
+@pytest.mark.parametrize("name", quick(COMBINED, "all and relative"))
 def test_each_pair_of_a_packed_row_gets_what_it_gets_alone(name):
     plain, packed = transformer(name), transformer(name, packed=True)
     packed.set_weights(plain.get_weights())
