@@ -193,9 +193,9 @@ def loss_model(model: keras.Model, label_smoothing: float = 0.0, pad_id: int | N
     """A model to train with a large vocabulary, or few labels: never the logits of all tokens, none of padding.
 
     It has the layers and weights of `model`, an input more, `labels`, and the cross-entropy of each of them as output:
-    `{inputs..., "labels": ids [B, T]} -> float32 [B, T]`, NaN at padding. A masked language model, whose labels are
-    padding but for the hidden tokens, trains up to several times as fast by it. See `TokenEmbedding`'s `labels`. Train
-    it with `TokenCrossentropy` (its own smoothing left at 0), then save and use `model`. In training, metrics such as
+    `{inputs..., "labels": ids [B, T]} -> float32 [B, T]`, NaN at padding. See `TokenEmbedding`'s `labels`. A masked
+    language model, whose labels are padding but for the hidden tokens, trains faster by it. Train it with
+    `TokenCrossentropy` (its own smoothing left at 0), then save and use `model`. In training, metrics such as
     `TokenLoss` see the smoothed cross-entropies too; what is evaluated is not smoothed.
 
     Args:
