@@ -176,11 +176,15 @@ def cached_attention(query, key, value, scoring):
 
 def exact_attention(query, key, value, scoring, dropout=0.0, seed=None, keys="bskh"):
     """(output, weights), all at once; `keys` names the axes of `key` and `value`."""
-    heads, kv_heads = query.shape[2], key.shape[keys.index("k")]
-    grouped = (*ops.shape(query)[:2], kv_heads, heads // kv_heads, query.shape[-1])
-    query_heads = ops.reshape(scaled(query), grouped)
-    products = ops.einsum(f"btkgh,{keys}->bkgts", query_heads, key)
-    sizes = (ops.shape(query)[0], heads, ops.shape(query)[1], ops.shape(key)[keys.index("s")])
+    if keys == "bskh":
+        key, value = (ops.transpose(x, (0, 2, 1, 3)) for x in (key, value))  # [B, K, S, H]
+    rows, tokens, heads, _ = ops.shape(query)
+    sizes = (rows, heads, tokens, ops.shape(key)[2])
+    # the queries of the heads that share keys stand behind each other; by products of matrices rather than `einsum`,
+    # whose op takes thrice the time where TensorFlow does not know the lengths
+    shared = (rows, key.shape[1], heads // key.shape[1] * tokens)
+    query_heads = ops.reshape(ops.transpose(scaled(query), (0, 2, 1, 3)), (*shared, query.shape[-1]))
+    products = ops.matmul(query_heads, ops.swapaxes(key, -1, -2))
     scores = scoring.add_biases(scoring.cap(ops.reshape(products, sizes)))
     visible = scoring.visible(sizes)
     if visible is not None:
@@ -194,9 +198,8 @@ def exact_attention(query, key, value, scoring, dropout=0.0, seed=None, keys="bs
     dropped = weights
     if dropout:
         dropped = weights * weights_dropout(draw_state(seed), dropout, sizes, dtype=weights.dtype)
-    dropped = ops.reshape(dropped, (sizes[0], *grouped[2:4], *sizes[2:]))
-    output = ops.einsum(f"bkgts,{keys}->btkgh", dropped, value)
-    return ops.reshape(output, (*ops.shape(query)[:3], value.shape[-1])), weights
+    output = ops.matmul(ops.reshape(dropped, (*shared, sizes[3])), value)
+    return ops.transpose(ops.reshape(output, (*sizes[:3], value.shape[-1])), (0, 2, 1, 3)), weights
 
 
 def _scoring(query, key, *options):
