@@ -137,7 +137,10 @@ class Resume(keras.callbacks.Callback):
             for name in ("optimizer", "loss"):
                 part = getattr(model, name)
                 settings[f"kind of {name}"] = type(part).__name__
-                settings[name] = part.get_config() if hasattr(part, "get_config") else part
+                try:
+                    settings[name] = part.get_config() if hasattr(part, "get_config") else part
+                except NotImplementedError:  # a schedule without one
+                    settings[name] = None
         return dict(_leaves(settings))
 
     def _skip_next(self):
@@ -172,8 +175,9 @@ class Resume(keras.callbacks.Callback):
     def _restore(self, metrics=False):
         """Checks and assigns what was saved; returns what is said about it."""
         about, values = _read(self.path)
-        for name in {**about["settings"], **self._settings}:
-            saved, now = (settings.get(name, "not there") for settings in (about["settings"], self._settings))
+        before = about.get("settings", {})  # an older file has none
+        for name in {**before, **self._settings}:
+            saved, now = (settings.get(name, "not there") for settings in (before, self._settings))
             if saved != now:
                 raise ValueError(f"`fit` must be as in {self.path}: {name} is {saved!r}; got {now!r}. {ANEW}")
         variables = _variables(self.model, metrics)
@@ -192,6 +196,8 @@ class Resume(keras.callbacks.Callback):
 
 def _leaves(config, path=()):
     """(path, value) of each number, string, truth value and None inside a config, but for names, which Keras counts."""
+    if isinstance(config, dict) and config.get("class_name") == "__lambda__":
+        return
     if isinstance(config, (dict, list, tuple)):
         for name, value in config.items() if isinstance(config, dict) else enumerate(config):
             if name not in ("name", "registered_name"):
