@@ -61,18 +61,18 @@ def _crossentropy(logits, labels, label_smoothing):
     """
 
     @ops.custom_gradient
-    def losses(logits):
+    def losses(logits, labels):
         values, shares = _losses_and_softmax(logits, labels, label_smoothing)
 
         def backward(*args, upstream=None):
-            return _logit_gradient(shares, labels, label_smoothing, args[0] if upstream is None else upstream)
+            return _logit_gradient(shares, labels, label_smoothing, args[0] if upstream is None else upstream), None
 
         return values, backward
 
     vocab_size = logits.shape[-1]
     known = ops.logical_and(labels >= 0, labels < vocab_size)
     labels = ops.where(labels < 0, vocab_size, labels)  # Keras counts a negative place from the end
-    return ops.where(known, losses(logits), float("nan"))
+    return ops.where(known, losses(logits, labels), float("nan"))
 
 
 def _losses_and_softmax(logits, labels, label_smoothing):
@@ -111,18 +111,19 @@ def linear_crossentropy(vectors, kernel, labels, real, label_smoothing=0.0):
     Returns:
         float32 tensor `[M]`, 0 where not `real`.
     """
-    blocks = _Blocks(ops.shape(vectors)[0], max(1, BLOCK // kernel.shape[-1]))
-    order = ops.argsort(ops.cast(ops.logical_not(real), "int32"))
-    back = ops.argsort(order)
-    span = 0, blocks.holding(ops.sum(ops.cast(real, "int32")))
-
-    def sorted_rows(tensor):
-        return blocks.padded(ops.take(tensor, order, axis=0))
-
-    labels = sorted_rows(labels)
 
     @ops.custom_gradient
-    def losses(vectors, kernel):
+    def losses(vectors, kernel, labels, real):
+        blocks = _Blocks(ops.shape(vectors)[0], max(1, BLOCK // kernel.shape[-1]))
+        order = ops.argsort(ops.cast(ops.logical_not(real), "int32"))
+        back = ops.argsort(order)
+        span = 0, blocks.holding(ops.sum(ops.cast(real, "int32")))
+
+        def sorted_rows(tensor):
+            return blocks.padded(ops.take(tensor, order, axis=0))
+
+        labels = sorted_rows(labels)
+
         rows = sorted_rows(vectors)
 
         def logits_of(i):
@@ -146,11 +147,11 @@ def linear_crossentropy(vectors, kernel, labels, real, label_smoothing=0.0):
 
             zeros = ops.zeros_like(rows), ops.zeros(kernel.shape, "float32")
             row_gradients, kernel_gradient = each(span, step, *zeros)
-            return ops.take(row_gradients, back, axis=0), ops.cast(kernel_gradient, kernel.dtype)
+            return ops.take(row_gradients, back, axis=0), ops.cast(kernel_gradient, kernel.dtype), None, None
 
         return ops.take(values, back, axis=0), backward
 
-    return ops.where(real, losses(vectors, kernel), 0.0)
+    return ops.where(real, losses(vectors, kernel, labels, real), 0.0)
 
 
 class _Blocks:

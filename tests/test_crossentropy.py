@@ -164,6 +164,25 @@ def test_it_runs_in_a_graph_of_unknown_length_and_under_xla(small_blocks, jit):
             np.testing.assert_allclose(own, right, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.skipif(IS_TENSORFLOW, reason="JAX's own")
+@pytest.mark.parametrize("transformed", ["jit", "checkpoint"])
+@pytest.mark.parametrize("kind", ["plain", "linear"])
+def test_gradients_go_through_functions_that_jax_transforms(small_blocks, transformed, kind):
+    import jax
+
+    vectors, kernel, labels, _ = numbers(17)
+
+    def total(vectors, kernel, labels):
+        if kind == "plain":
+            return plain(labels, 0.1)(vectors, kernel).sum()
+        return linear_crossentropy(vectors, kernel, labels, labels >= 0, 0.1).sum()
+
+    found = jax.grad(getattr(jax, transformed)(total), argnums=(0, 1))(vectors, kernel, labels)
+    _, expected = value_and_gradients(plain(labels, 0.1), 1.0, vectors, kernel)
+    for own, right in zip(found, expected):
+        np.testing.assert_allclose(own, right, rtol=1e-4, atol=1e-5)
+
+
 # ---- in a model
 
 
