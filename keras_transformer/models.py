@@ -201,7 +201,7 @@ def loss_model(model: keras.Model, label_smoothing: float = 0.0, pad_id: int | N
     Args:
         model: functional `keras.Model` whose output is `TokenEmbedding(...)(vectors, reverse=True)`, as the builders'.
         label_smoothing: float in [0, 1), in training.
-        pad_id: int, the label of padding, as of the loss; None if there is none.
+        pad_id: int, the label of padding, as of the loss, which is NaN if they differ; None if there is none.
 
     Returns:
         An uncompiled functional `keras.Model`.

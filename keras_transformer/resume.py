@@ -40,8 +40,8 @@ class Resume(keras.callbacks.Callback):
     `steps_per_epoch` is refused. Under `tf.distribute.MirroredStrategy` the replicas' sums of a metric are saved as
     one, so that the logs of an epoch resumed in its midst may differ in the last bit; the weights do not.
 
-    A state is refused where the optimizer, the loss or the options of the batches are others than those it was saved
-    under; `epochs` may be, unless the learning rate depends on them.
+    A state is refused where the configuration of the optimizer, that of the loss or the options of the batches is
+    another than it was saved under; `epochs` may be, unless the learning rate depends on them.
 
     When `fit` ends, the file is deleted: the next one starts anew. Give each `fit` of a program its own folder.
 
@@ -133,7 +133,7 @@ class Resume(keras.callbacks.Callback):
         settings = {"steps": self.params["steps"], "steps_per_execution": model.steps_per_execution}
         settings["data"] = getattr(self.data, "settings", {})
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a lambda: it is not looked into
+            warnings.simplefilter("ignore")  # of a lambda, which is not compared
             for name in ("optimizer", "loss"):
                 part = getattr(model, name)
                 settings[f"kind of {name}"] = type(part).__name__
